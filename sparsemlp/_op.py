@@ -1,0 +1,150 @@
+"""One `Op(...)` is an operator's whole contract: schema, fake, reference, backends, autograd, autocast.
+
+Registered are `sparsemlp::<name>(<args>, str backend)`, which the public function calls and which is what a compiled
+graph, a profiler and a checkpointing policy see, and nothing else here: a backend's own operators are defined beside
+its launcher. The backend is part of the schema, so an explicit choice survives `torch.compile` without global state.
+Selection happens inside the operator, at run time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Backend", "BackendUnavailableError", "Op"]
+
+_lib = torch.library.Library("sparsemlp", "FRAGMENT")
+
+VALUE_ERROR = "sparsemlp: "
+"""A compiled kernel marks errors about argument *values* with this prefix; they are raised again as ValueError."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The backend asked for by name cannot compute this call; the message lists every backend and its reason."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Who can compute an operator, where, and why not."""
+
+    name: str
+    devices: tuple[str, ...]
+    run: str
+    """`module:function`, imported on first use; called with the operator's tensors and strings in order."""
+    machine: Callable[[], str | None] = lambda: None
+    """Why this machine cannot, or None."""
+    call: Callable[..., str | None] = lambda *args: None
+    """Why this call's arguments cannot, or None."""
+    _loaded: list[Callable[..., Any]] = field(default_factory=list, compare=False, repr=False)
+
+    def why_not(self, args: tuple[Any, ...]) -> str | None:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if device not in self.devices:
+            return f"computes on {' and '.join(self.devices)}, the tensors are on {device}"
+        return self.machine() or self.call(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._loaded:
+            module, name = self.run.split(":")
+            self._loaded.append(getattr(importlib.import_module(module), name))
+        return self._loaded[0](*args)
+
+
+class Op:
+    """An operator of the package; calling it dispatches through PyTorch.
+
+    Args:
+        name: the operator's name in `torch.ops.sparsemlp`.
+        args: its schema without the backend, e.g. `"Tensor x, Tensor? bias, str activation"`.
+        fake: shapes and strides of the output, from the same arguments.
+        reference: the PyTorch reference, same arguments.
+        backends: fastest first; `auto` takes the first without a reason against it, else the reference.
+        castable: positions of the arguments that autocast converts (x, weights, biases; never thresholds or means).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: str,
+        *,
+        fake: Callable[..., Tensor],
+        reference: Callable[..., Tensor],
+        backends: tuple[Backend, ...],
+        castable: tuple[int, ...],
+        derivative_hint: str,
+    ) -> None:
+        self.name = name
+        self.reference = reference
+        self.backends = backends
+        self._castable = frozenset(castable)
+        self._hint = derivative_hint
+        _lib.define(f"{name}({args}, str backend) -> Tensor", tags=(torch.Tag.needs_exact_strides,))
+        qualified = f"sparsemlp::{name}"
+        torch.library.register_fake(qualified, lambda *a: fake(*a[:-1]), lib=_lib)
+        _lib.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_autograd(qualified, self._backward, setup_context=lambda *a, **k: None, lib=_lib)
+        for device in ("CPU", "CUDA"):
+            _lib.impl(name, self._autocast(device), f"Autocast{device}")
+        self.overload = getattr(torch.ops.sparsemlp, name).default
+
+    def __call__(self, *args: Any, backend: str) -> Tensor:
+        return self.overload(*args, backend)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What `backend=` may be."""
+        return ("auto", *(b.name for b in self.backends), "reference")
+
+    def check_backend(self, backend: str) -> None:
+        if backend not in self.choices:
+            raise ValueError(f"backend is {backend!r}, expected one of: {', '.join(self.choices)}")
+
+    def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Tensor]:
+        """The function that computes this call; an explicit backend never falls back."""
+        if backend == "reference":
+            return self.reference
+        if backend == "auto":
+            return next((b for b in self.backends if b.why_not(args) is None), self.reference)
+        self.check_backend(backend)
+        chosen = next(b for b in self.backends if b.name == backend)
+        if chosen.why_not(args) is not None:
+            listed = "; ".join(f"{b.name}: {b.why_not(args) or 'available'}" for b in self.backends)
+            raise BackendUnavailableError(
+                f"{self.name}: backend {backend!r} cannot compute this call ({listed}; reference: available); "
+                "use backend='auto' or another one"
+            )
+        return chosen
+
+    def _run(self, *args: Any) -> Tensor:
+        *arguments, backend = args
+        try:
+            return self.select(tuple(arguments), backend)(*arguments)
+        except RuntimeError as error:
+            if VALUE_ERROR in str(error):
+                raise ValueError(str(error).split(VALUE_ERROR, 1)[1].splitlines()[0]) from None
+            raise
+
+    def _backward(self, ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(f"sparsemlp::{self.name} has no derivative; {self._hint}")
+
+    def _autocast(self, device: str) -> Callable[..., Tensor]:
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+        kind = device.lower()
+
+        def run(*args: Any) -> Tensor:
+            dtype = torch.get_autocast_dtype(kind)
+            cast = [
+                a.to(dtype)
+                if i in self._castable and isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+                else a
+                for i, a in enumerate(args)
+            ]
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return self.overload(*cast)
+
+        return run

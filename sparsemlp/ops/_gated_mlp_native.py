@@ -1,0 +1,86 @@
+"""Launches the compiled gated MLP: the fused kernel for few tokens, GEMMs around a fused mask for many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsemlp import _native, activations
+
+__all__ = ["MAX_FUSED_TOKENS", "forward"]
+
+MAX_FUSED_TOKENS = 32
+"""Up to here the fused kernel; above, PyTorch's GEMMs."""
+
+_lib = torch.library.Library("sparsemlp", "FRAGMENT")
+_lib.define(
+    "_gated_mlp_native(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, Tensor? token_scale, "
+    "Tensor? skipped_mean, Tensor? skipped_out, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
+    "Tensor? activation_params, int activation, int isa) -> Tensor"
+)
+_lib.define(
+    "_gated_mlp_hidden_native(Tensor pre, Tensor up, Tensor threshold, Tensor? token_scale, Tensor? skipped_mean, "
+    "Tensor? activation_params, int activation, int isa) -> Tensor"
+)
+_fused = torch.ops.sparsemlp._gated_mlp_native.default
+_hidden = torch.ops.sparsemlp._gated_mlp_hidden_native.default
+
+
+def _dense32(t: Tensor | None) -> Tensor | None:
+    """A float32 argument as the kernel reads it: contiguous."""
+    return None if t is None else t.float().contiguous()
+
+
+def forward(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    input_threshold: Tensor | None,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    scale_gate: Tensor | None,
+    scale_up: Tensor | None,
+    scale_down: Tensor | None,
+    screen_gate: Tensor | None,
+    screen_up: Tensor | None,
+    screen_scale_gate: Tensor | None,
+    screen_scale_up: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+    indicator: str,
+) -> Tensor:
+    """The operator's arguments in order; x is (T, D)."""
+    act, isa = activations.native_id(activation), _native.isa()
+    threshold, params = threshold.float().contiguous(), _dense32(activation_params)
+    mean, token_scale, skipped_out = _dense32(skipped_mean), _dense32(token_scale), _dense32(skipped_out)
+
+    def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
+        return _fused(
+            tokens, w_gate, w_up, w_down_t, threshold, scale, mean, skipped_out, b_gate, b_up, b_down, params, act, isa
+        )
+
+    if x.shape[0] <= MAX_FUSED_TOKENS:
+        return fused(x, token_scale)
+    pre, up = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
+    h = _hidden(pre, up, threshold, token_scale, mean, params, act, isa)
+    out = F.linear(h, w_down_t.t(), _sum(b_down, skipped_out, x.dtype))
+    bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
+    if bool(bad.any()):  # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart
+        out = out.clone()
+        for i in bad.nonzero().flatten().tolist():
+            out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
+    return out
+
+
+def _sum(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if skipped_out is None:
+        return b_down
+    total = skipped_out if b_down is None else skipped_out + b_down.float()
+    return total.to(dtype)

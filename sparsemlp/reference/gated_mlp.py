@@ -1,0 +1,142 @@
+"""The gated MLP's reference: plain PyTorch, any floating dtype. `differentiable` is also traceable and has gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsemlp import activations
+
+__all__ = ["differentiable", "gated_mlp", "hidden"]
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def hidden(
+    pre: Tensor,
+    up: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """h = C(φ(pre)) ⊙ up, rounded once to pre's dtype, and the mask of active entries, both (T, F).
+
+    A neuron is kept unless |a| < s·t (so a NaN is kept); active is kept and a ≠ 0, or just kept with `skipped_mean` μ,
+    where the kept entries are a·u − μ (the caller adds W_down μ). Inactive entries are 0 whatever `up` holds.
+    """
+    p, u = _wide(pre), _wide(up)
+    a = activations.apply(p, activation, activation_params)
+    limit = threshold.to(a.dtype)
+    if token_scale is not None:
+        scale = token_scale.to(a.dtype)[:, None]
+        limit = torch.where(scale == 0, torch.zeros_like(scale), scale * limit)  # s = 0 is dense, even at t = inf
+    kept = ~(a.abs() < limit)
+    if skipped_mean is not None:
+        return torch.where(kept, a * u - skipped_mean.to(a.dtype), 0).to(pre.dtype), kept
+    active = kept & (a != 0)
+    # At a = 0 the product is 0 and a's gradient must still flow to pre; only a non-finite u would make it NaN.
+    h = torch.where(active | (kept & u.isfinite()), a * u, 0)
+    return h.to(pre.dtype), active
+
+
+def _forward(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pre = F.linear(x, w_gate, b_gate)
+    up = F.linear(x, w_up, b_up)
+    h, active = hidden(pre, up, threshold, token_scale, skipped_mean, activation_params, activation)
+    return h @ w_down_t, h, active
+
+
+def _add(out: Tensor, b_down: Tensor | None, skipped_out: Tensor | None) -> Tensor:
+    wide = _wide(out)
+    if b_down is not None:
+        wide = wide + b_down.to(wide.dtype)
+    if skipped_out is not None:
+        wide = wide + skipped_out.to(wide.dtype)
+    return wide.to(out.dtype)
+
+
+def _unread(out: Tensor, h: Tensor, active: Tensor, w_down_t: Tensor) -> Tensor:
+    """`out` with 0·inf and 0·NaN of inactive neurons taken back: their rows count as not read."""
+    bad = ~out.isfinite().all(dim=-1)
+    if not bool(bad.any()):
+        return out
+    out = out.clone()
+    for i in bad.nonzero().flatten().tolist():
+        rows = active[i].nonzero().flatten()
+        out[i] = h[i, rows] @ w_down_t[rows]
+    return out
+
+
+def gated_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    input_threshold: Tensor | None,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    scale_gate: Tensor | None,
+    scale_up: Tensor | None,
+    scale_down: Tensor | None,
+    screen_gate: Tensor | None,
+    screen_up: Tensor | None,
+    screen_scale_gate: Tensor | None,
+    screen_scale_up: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+    indicator: str,
+) -> Tensor:
+    """y of `sparsemlp.gated_mlp` for x of shape (T, D); the operator's arguments in order."""
+    out, h, active = _forward(
+        x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, b_gate, b_up, activation_params, activation
+    )
+    if out.device.type == "cpu":  # elsewhere the look at the values would stall the device
+        out = _unread(out, h, active, w_down_t)
+    return _add(out, b_down, skipped_out)
+
+
+def differentiable(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """The same values by operations that autograd, `torch.func` and `torch.compile` see through.
+
+    Unlike `gated_mlp`, an inf or NaN in a down row of an inactive neuron reaches the output, as in the dense MLP.
+    """
+    out, _, _ = _forward(
+        x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, b_gate, b_up, activation_params, activation
+    )
+    return _add(out, b_down, skipped_out)
