@@ -7,18 +7,17 @@ Everything declarative is in pyproject.toml. What is here: the package map, the 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 REASON = ROOT / "sparsemlp" / "_native_reason.txt"
 SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "cpu").glob("*.cpp"))
-HEADERS = sorted(
-    str(p.relative_to(ROOT)) for pattern in ("*.h", "*.inl") for p in (ROOT / "csrc").rglob(pattern)
-)
+HEADERS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inl"))
 CXX_FLAGS = [
     "-O3",
     "-std=c++20",
@@ -27,6 +26,7 @@ CXX_FLAGS = [
     "-Wno-maybe-uninitialized",  # GCC 12 reports it falsely from inside the AVX-512 headers
     "-DTORCH_STABLE_ONLY",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # one library for PyTorch 2.11 and later
+    f"-ffile-prefix-map={ROOT.resolve()}=.",  # no build folder inside what is installed
 ]
 
 
@@ -38,13 +38,15 @@ def compiler_problem() -> str | None:
         source.write_text("#include <concepts>\nint main() { return 0; }\n")
         try:
             subprocess.run(
-                [compiler, "-std=c++20", str(source), "-o", str(Path(folder, "probe"))],
+                [*shlex.split(compiler), "-std=c++20", str(source), "-o", str(Path(folder, "probe"))],
                 check=True,
                 capture_output=True,
                 text=True,
             )
-        except FileNotFoundError:
-            return f"no C++ compiler was found at install (tried {compiler!r}; install g++ or clang, or set CXX)"
+        except OSError:
+            return (
+                f"no C++ compiler was found at install (tried {compiler!r}; install g++ or clang, or set CXX)"
+            )
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or "").strip().splitlines() or ["no message"]
             return f"the C++ compiler {compiler!r} could not compile a C++20 program at install: {lines[0]}"
@@ -54,12 +56,13 @@ def compiler_problem() -> str | None:
 def extension() -> tuple[list, dict]:
     """(ext_modules, cmdclass), empty where the extension cannot be built; the reason goes to REASON."""
     REASON.unlink(missing_ok=True)
+    problem: str | None
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
-        problem: str | None = (
-            "PyTorch was not visible to the build (an isolated build); install with "
-            "`pip install --no-build-isolation .` after installing torch"
+        problem = (
+            "PyTorch was not visible to the build (pip builds in an isolated environment unless told otherwise); "
+            "install torch first, then run `pip install --no-build-isolation .`"
         )
     else:
         problem = compiler_problem()
@@ -72,7 +75,7 @@ def extension() -> tuple[list, dict]:
         SOURCES,
         include_dirs=[str(ROOT / "csrc" / "include")],
         depends=HEADERS,
-        extra_compile_args={"cxx": [*CXX_FLAGS, *os.environ.get("SPARSEMLP_CXXFLAGS", "").split()]},
+        extra_compile_args={"cxx": [*CXX_FLAGS, *shlex.split(os.environ.get("SPARSEMLP_CXXFLAGS", ""))]},
         py_limited_api=True,
     )
     return [native], {"build_ext": BuildExtension.with_options(no_python_abi_suffix=False)}
@@ -80,10 +83,7 @@ def extension() -> tuple[list, dict]:
 
 ext_modules, cmdclass = extension()
 setup(
-    packages=[
-        *(f"sparsemlp{tail}" for tail in ("", ".ops", ".reference", ".nn", ".calibration", ".integrations", ".demo")),
-        "sparsemlp.kernels",
-    ],
+    packages=[*find_packages(include=["sparsemlp", "sparsemlp.*"]), "sparsemlp.kernels"],
     package_dir={"sparsemlp": "sparsemlp", "sparsemlp.kernels": "kernels"},
     package_data={"sparsemlp": ["py.typed", "_native_reason.txt"]},
     ext_modules=ext_modules,

@@ -17,6 +17,9 @@ from sparsemlp import _env
 __all__ = ["isa", "isa_names", "problem"]
 
 _FOLDER = Path(__file__).parent
+_lib = torch.library.Library("sparsemlp", "FRAGMENT")
+# The read-bandwidth probe: per-thread xors of a contiguous int64 tensor.
+_lib.define("_read_native(Tensor words) -> Tensor")
 
 
 @functools.cache

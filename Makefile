@@ -1,0 +1,102 @@
+# Everything runs in .venv, made here; needed are Python 3.10 or later, a C++20 compiler and a package index.
+#
+#   make demo        sparsify a real language model and show what it bought (QUICK=1: the short form)
+#   make test        the test suite                  make test-full   with the slow tests and real weights
+#   make bench       latency against sparsity        make lint        formatting, types, the house's own rules
+#   make readme      refresh README's tables from docs/demo and benchmarks/results
+#   make clean       remove what was built           make distclean   remove the environments too
+#
+# Another PyTorch: make test TORCH=2.14.1 (an environment of its own). Where the package index offers only CUDA builds
+# of PyTorch and the machine has no GPU, PyTorch's CPU index is asked; TORCH_INDEX chooses the source yourself:
+# make test TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'.
+
+PIN := 2.13.0
+TORCH ?= $(PIN)
+TORCH_INDEX ?=
+TRITON ?= 3.9.0
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --op gated_mlp --shape llama3-8b --dtype bf16 --tokens 1
+
+VENV := .venv$(if $(filter $(PIN),$(TORCH)),,-$(TORCH))
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -q
+PINNED := -c requirements/constraints.txt -c $(VENV)/torch.txt
+CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0
+NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
+
+.PHONY: demo test test-full bench lint readme clean distclean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.built $(VENV)/.run $(VENV)/.data
+	$(VENV)/bin/sparsemlp demo --out docs/demo $(if $(QUICK),--quick)
+
+test: $(VENV)/.built $(VENV)/.test
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.built $(VENV)/.test $(VENV)/.data
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.built $(VENV)/.test
+	$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+lint: $(VENV)/.built $(VENV)/.lint
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(if $(NATIVE),$(VENV)/bin/clang-format --dry-run -Werror $(NATIVE))
+	$(VENV)/bin/mypy
+	$(PY) .ci/lint.py
+
+readme: $(VENV)/.ready-$(TORCH)
+	$(PY) -m benchmarks.readme
+
+# PyTorch: a CPU build where there is one, then, without an NVIDIA GPU, from PyTorch's own CPU index (a CUDA build pulls
+# gigabytes), else whatever the index has. torch.txt keeps later installs from exchanging it.
+$(VENV)/.ready-$(TORCH): requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("$(PYTHON) is Python " + sys.version.split()[0] + ", sparsemlp needs 3.10 or later; set PYTHON=")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c requirements/constraints.txt --upgrade pip
+	@echo "installing PyTorch $(TORCH) into $(VENV)"
+	@$(PIP) install $(TORCH_INDEX) "torch==$(TORCH)+cpu" 2>/dev/null \
+	  || { test -z "$(TORCH_INDEX)" && test "$$(uname -s)" = Linux && ! test -e /dev/nvidiactl \
+	       && $(PIP) install $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null; } \
+	  || $(PIP) install $(TORCH_INDEX) "torch==$(TORCH)"
+	$(PY) -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
+	$(PIP) install $(PINNED) --group build
+	@rm -f $(VENV)/.ready-* && touch $@
+
+# The package first, without its kernels; then the kernels in place, where ninja keeps the objects: after an edit only
+# the edited file is compiled again.
+$(VENV)/.installed: $(VENV)/.ready-$(TORCH) setup.py pyproject.toml
+	CXX=none $(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py $(NATIVE)
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.ready-$(TORCH) pyproject.toml
+	$(PIP) install $(PINNED) --group run
+	@touch $@
+
+# Triton is left alone where PyTorch brought its own.
+$(VENV)/.test: $(VENV)/.ready-$(TORCH) pyproject.toml
+	$(PIP) install $(PINNED) --group test
+	@if [ "$$(uname -s)" = Linux ]; then $(PY) -c 'import triton' 2>/dev/null || $(PIP) install $(PINNED) "triton==$(TRITON)"; fi
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.ready-$(TORCH) pyproject.toml
+	$(PIP) install $(PINNED) --group lint
+	@touch $@
+
+$(VENV)/.data: $(VENV)/.ready-$(TORCH) pyproject.toml
+	$(PIP) install --no-deps --group data
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info sparsemlp/_C*.so sparsemlp/_native_reason.txt .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	rm -f .venv*/.built .venv*/.installed
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-*

@@ -1,0 +1,363 @@
+// The gated MLP for one instruction set. Included inside that unit's target region and anonymous namespace, after its
+// vector file; includes nothing itself.
+//
+// One slot (a static share of the neurons) does, for a batch of its neurons at a time:
+//   gate dots for all tokens -> activation -> token mask -> branch-free compaction into a list of active rows
+//   for groups of kGroup active rows: up dots, then h · down row added to the slot's fp32 partial output,
+//   prefetching the rows that come next.
+// Order of additions: each dot is one chain over D, each output one chain over the slot's rows in ascending order, for
+// every number of tokens. So a token's result has the same bits whatever its batch mates are.
+
+// out[r][c] = row r · token c. `ahead` (or null) are R rows to prefetch along the way, from byte `from` on, one line
+// in `every` lines: several passes over the same rows share the work.
+struct Ahead {
+    const char* const* rows = nullptr;
+    int64_t every = 1, first = 0;
+};
+
+// acc[r][c] += the products of elements [k, k + STEP), or of [k, k + rest) where rest > 0. Plain functions, no lambdas:
+// GCC does not give a lambda the target region's instruction set.
+template <class S, int R, int C>
+inline void dot_step(typename V::F (&acc)[R][C], const S* const* rows, const S* const* tokens, int64_t k,
+                     int64_t rest) {
+    using D = Dot<S>;
+    typename D::X x[C];
+    for (int c = 0; c < C; ++c)
+        x[c] = rest > 0 ? D::load_n(tokens[c] + k, rest) : D::load(tokens[c] + k);
+    for (int r = 0; r < R; ++r) {
+        const typename D::X w = rest > 0 ? D::load_n(rows[r] + k, rest) : D::load(rows[r] + k);
+        for (int c = 0; c < C; ++c)
+            acc[r][c] = D::mac(acc[r][c], w, x[c]);
+    }
+}
+
+template <class S, int R, int C>
+inline void dot_tile(const S* const* rows, const S* const* tokens, int64_t n, float* out, int64_t out_stride,
+                     Ahead ahead) {
+    constexpr int64_t kStep = Dot<S>::STEP;
+    constexpr int64_t kLine = 64 / sizeof(S); // elements in a cache line
+    constexpr int64_t kSteps = kLine >= kStep ? kLine / kStep : 1;
+    typename V::F acc[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            acc[r][c] = V::zero();
+    int64_t k = 0, line = ahead.first;
+    for (; k + kSteps * kStep <= n; k += kSteps * kStep) {
+        if (ahead.rows != nullptr && line-- == 0) {
+            line = ahead.every - 1;
+            for (int r = 0; r < R; ++r)
+                V::prefetch(ahead.rows[r] + k * sizeof(S));
+        }
+        for (int64_t s = 0; s < kSteps; ++s)
+            dot_step<S, R, C>(acc, rows, tokens, k + s * kStep, 0);
+    }
+    for (; k + kStep <= n; k += kStep)
+        dot_step<S, R, C>(acc, rows, tokens, k, 0);
+    if (k < n)
+        dot_step<S, R, C>(acc, rows, tokens, k, n - k);
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            out[r * out_stride + c] = V::sum(acc[r][c]);
+}
+
+// R rows against any number of tokens, in tiles of at most V::kTokTile.
+template <class S, int R>
+inline void dot_rows(const S* const* rows, const S* const* tokens, int64_t count, int64_t n, float* out,
+                     int64_t out_stride, const char* const* ahead) {
+    const int64_t tiles = (count + V::kTokTile - 1) / V::kTokTile;
+    for (int64_t c = 0, tile = 0; c < count; ++tile) {
+        const Ahead share{ahead, tiles, tile};
+        const int64_t left = count - c;
+        if constexpr (V::kTokTile >= 4) {
+            if (left >= 4) {
+                dot_tile<S, R, 4>(rows, tokens + c, n, out + c, out_stride, share);
+                c += 4;
+                continue;
+            }
+            if (left == 3) {
+                dot_tile<S, R, 3>(rows, tokens + c, n, out + c, out_stride, share);
+                c += 3;
+                continue;
+            }
+        }
+        if (left >= 2) {
+            dot_tile<S, R, 2>(rows, tokens + c, n, out + c, out_stride, share);
+            c += 2;
+        } else {
+            dot_tile<S, R, 1>(rows, tokens + c, n, out + c, out_stride, share);
+            c += 1;
+        }
+    }
+}
+
+// acc[c] += Σ_r h[r][c] · row r over `count` rows, for C tokens. `ahead` (or null): rows to prefetch alongside.
+template <class S, int C>
+inline void axpy_tile(const S* const* rows, const float* h, int64_t h_stride, int64_t count, float* const* acc,
+                      int64_t n, const char* const* ahead) {
+    constexpr int N = V::kAxpyVecs;
+    constexpr int64_t kLine = 64 / sizeof(S);
+    int64_t k = 0;
+    for (; k + N * V::W <= n; k += N * V::W) {
+        typename V::F sum[C][N];
+        for (int c = 0; c < C; ++c)
+            for (int v = 0; v < N; ++v)
+                sum[c][v] = V::load(acc[c] + k + v * V::W);
+        for (int64_t r = 0; r < count; ++r) {
+            typename V::F w[N];
+            for (int v = 0; v < N; ++v)
+                w[v] = V::load(rows[r] + k + v * V::W);
+            if (ahead != nullptr)
+                for (int64_t line = 0; line < N * V::W; line += kLine)
+                    V::prefetch(ahead[r] + (k + line) * sizeof(S));
+            for (int c = 0; c < C; ++c) {
+                const typename V::F a = V::set1(h[r * h_stride + c]);
+                for (int v = 0; v < N; ++v)
+                    sum[c][v] = V::fma(a, w[v], sum[c][v]);
+            }
+        }
+        for (int c = 0; c < C; ++c)
+            for (int v = 0; v < N; ++v)
+                V::store(acc[c] + k + v * V::W, sum[c][v]);
+    }
+    for (; k < n; k += V::W) { // the accumulator is padded; the rows are not
+        const int64_t rest = n - k;
+        for (int c = 0; c < C; ++c) {
+            typename V::F sum = V::load(acc[c] + k);
+            for (int64_t r = 0; r < count; ++r) {
+                const typename V::F w = rest >= V::W ? V::load(rows[r] + k) : V::load_n(rows[r] + k, rest);
+                sum = V::fma(V::set1(h[r * h_stride + c]), w, sum);
+            }
+            V::store(acc[c] + k, sum);
+        }
+    }
+}
+
+inline bool active_at(float a, float limit, bool mean) { return !(fabsf(a) < limit) && (mean || a != 0.f); }
+
+inline float limit_of(const Thresholding& rule, float threshold, int64_t token) {
+    if (rule.token_scale == nullptr)
+        return threshold;
+    const float s = rule.token_scale[token];
+    return s == 0.f ? 0.f : s * threshold; // s = 0 is dense even where the threshold is inf
+}
+
+// A slot's view of the call: typed pointers, scratch, and the batch of active rows being worked on.
+template <class S> struct Slot {
+    const GatedMlpCall& call;
+    const int64_t slot, T, D;
+    float* const acc;  // [T][padded(D)]
+    float* const act;  // [batch][T]; compacted in place
+    int32_t* const index;
+    uint32_t* const mask;
+    const S* tokens[kMaxTokens];
+    float* acc_of[kMaxTokens];
+    bool valid = true;
+
+    Slot(const GatedMlpCall& c, int64_t s)
+        : call(c), slot(s), T(c.tokens), D(c.width), acc(c.scratch + s * slot_floats(T, D)),
+          act(acc + T * padded(D)), index(reinterpret_cast<int32_t*>(act + kBatchValues)),
+          mask(reinterpret_cast<uint32_t*>(index + batch_neurons(T))) {
+        for (int64_t t = 0; t < T; ++t) {
+            tokens[t] = static_cast<const S*>(call.x) + t * call.x_stride;
+            acc_of[t] = acc + t * padded(D);
+        }
+        memset(acc, 0, T * padded(D) * sizeof(float));
+    }
+
+    const S* gate_row(int64_t j) const { return static_cast<const S*>(call.w_gate) + j * call.gate_stride; }
+    const S* up_row(int64_t j) const { return static_cast<const S*>(call.w_up) + j * call.up_stride; }
+    const S* down_row(int64_t j) const { return static_cast<const S*>(call.w_down) + j * call.down_stride; }
+
+    // Activations of neurons [j0, j0 + n) for all tokens, into out[n][T].
+    void gate(int64_t j0, int64_t n, float* out) {
+        constexpr int R = V::kRowTile;
+        const S* rows[R];
+        const char* next[R];
+        int64_t j = 0;
+        for (; j + R <= n; j += R) {
+            for (int r = 0; r < R; ++r) {
+                rows[r] = gate_row(j0 + j + r);
+                next[r] = reinterpret_cast<const char*>(gate_row(j0 + (j + 2 * R <= n ? j + R : j) + r));
+            }
+            dot_rows<S, R>(rows, tokens, T, D, out + j * T, T, next);
+        }
+        for (; j < n; ++j) {
+            rows[0] = gate_row(j0 + j);
+            dot_rows<S, 1>(rows, tokens, T, D, out + j * T, T, nullptr);
+        }
+        if (call.b_gate != nullptr) {
+            const S* b = static_cast<const S*>(call.b_gate) + j0;
+            for (int64_t i = 0; i < n; ++i)
+                for (int64_t t = 0; t < T; ++t)
+                    out[i * T + t] += widen(b[i]);
+        }
+        activate(out, n * T, call.rule.activation, call.rule.params);
+    }
+
+    // Appends the active ones of neurons [j0, j0 + n), whose activations are at act[(at + i) * T], to the list.
+    int64_t compact(int64_t j0, int64_t n, int64_t at, int64_t found) {
+        const Thresholding& rule = call.rule;
+        const bool mean = rule.skipped_mean != nullptr;
+        for (int64_t i = 0; i < n; ++i) {
+            const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
+            valid &= threshold >= 0.f;
+            const float* a = act + (at + i) * T;
+            uint32_t wanted = 0;
+            for (int64_t t = 0; t < T; ++t)
+                wanted |= static_cast<uint32_t>(active_at(a[t], limit_of(rule, threshold, t), mean)) << t;
+            for (int64_t t = 0; t < T; ++t)
+                act[found * T + t] = a[t]; // found <= at + i: never ahead of what is still to be read
+            index[found] = static_cast<int32_t>(j0 + i);
+            mask[found] = wanted;
+            found += wanted != 0;
+        }
+        return found;
+    }
+
+    // act[g..g+count) becomes h: zero where the mask is not set.
+    void finish_hidden(int64_t g, int64_t count, const float* up) {
+        const float* mean = call.rule.skipped_mean;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t j = index[g + i];
+            const float bias = call.b_up != nullptr ? widen(static_cast<const S*>(call.b_up)[j]) : 0.f;
+            const float mu = mean != nullptr ? mean[j] : 0.f;
+            for (int64_t t = 0; t < T; ++t) {
+                float& a = act[(g + i) * T + t];
+                const float h = a * (up[i * T + t] + bias) - mu;
+                a = (mask[g + i] >> t) & 1 ? h : 0.f;
+            }
+        }
+    }
+
+    void down_dense(int64_t g, int64_t count, const S* const* rows, const char* const* ahead) {
+        const float* h = act + g * T;
+        for (int64_t t = 0; t < T;) {
+            const int64_t left = T - t;
+            const char* const* once = t == 0 ? ahead : nullptr;
+            if (V::kTokTile >= 4 && left >= 4) {
+                axpy_tile<S, V::kTokTile>(rows, h + t, T, count, acc_of + t, D, once);
+                t += V::kTokTile;
+            } else if (left >= 2) {
+                axpy_tile<S, 2>(rows, h + t, T, count, acc_of + t, D, once);
+                t += 2;
+            } else {
+                axpy_tile<S, 1>(rows, h + t, T, count, acc_of + t, D, once);
+                t += 1;
+            }
+        }
+    }
+
+    // The list's rows, kGroup at a time: up dots, hidden values, down rows.
+    void active_rows(int64_t found) {
+        float up[kGroup * kMaxTokens];
+        for (int64_t g = 0; g < found; g += kGroup) {
+            const int64_t count = found - g < kGroup ? found - g : kGroup;
+            const S *ups[kGroup], *downs[kGroup];
+            const char *downs_ahead[kGroup], *ups_ahead[kGroup];
+            for (int64_t i = 0; i < count; ++i) {
+                ups[i] = up_row(index[g + i]);
+                downs[i] = down_row(index[g + i]);
+                downs_ahead[i] = reinterpret_cast<const char*>(downs[i]);
+                const int64_t next = g + kGroup + i < found ? g + kGroup + i : g + i;
+                ups_ahead[i] = reinterpret_cast<const char*>(up_row(index[next]));
+            }
+            constexpr int R = V::kRowTile;
+            int64_t i = 0;
+            for (; i + R <= count; i += R)
+                dot_rows<S, R>(ups + i, tokens, T, D, up + i * T, T, downs_ahead + i);
+            for (; i < count; ++i)
+                dot_rows<S, 1>(ups + i, tokens, T, D, up + i * T, T, downs_ahead + i);
+            finish_hidden(g, count, up);
+            down_dense(g, count, downs, ups_ahead);
+        }
+    }
+
+    bool run() {
+        const int64_t capacity = batch_neurons(T);
+        int64_t at = 0, found = 0; // rows of act in use, and how many of them are active
+        for (int64_t j0 = slot * kBlock; j0 < call.neurons; j0 += call.slots * kBlock) {
+            const int64_t n = call.neurons - j0 < kBlock ? call.neurons - j0 : kBlock;
+            if (found + n > capacity) {
+                active_rows(found);
+                found = 0;
+            }
+            at = found;
+            gate(j0, n, act + at * T);
+            found = compact(j0, n, at, found);
+        }
+        active_rows(found);
+        return valid;
+    }
+};
+
+template <class S> bool run_slot(const GatedMlpCall& call, int64_t slot) { return Slot<S>(call, slot).run(); }
+
+template <class S> bool run_reduce(const GatedMlpCall& call, int64_t begin, int64_t end) {
+    const int64_t D = call.width, step = slot_floats(call.tokens, D);
+    S* out = static_cast<S*>(call.out);
+    const S* bias = static_cast<const S*>(call.b_down);
+    bool finite = true;
+    for (int64_t i = begin; i < end;) {
+        const int64_t t = i / D, d0 = i % D, n = D - d0 < end - i ? D - d0 : end - i;
+        for (int64_t k = 0; k < n; ++k) {
+            const int64_t d = d0 + k;
+            const float* part = call.scratch + t * padded(D) + d;
+            float sum = part[0];
+            for (int64_t s = 1; s < call.slots; ++s)
+                sum += part[s * step];
+            finite &= fabsf(sum) <= 3.402823466e38f; // false for NaN too
+            if (bias != nullptr)
+                sum += widen(bias[d]);
+            if (call.skipped_out != nullptr)
+                sum += call.skipped_out[d];
+            narrow(sum, out + i + k);
+        }
+        i += n;
+    }
+    return finite;
+}
+
+template <class S> bool run_hidden(const HiddenCall& call, int64_t begin, int64_t end) {
+    constexpr int64_t kChunk = 256;
+    const Thresholding& rule = call.rule;
+    const bool mean = rule.skipped_mean != nullptr;
+    const int64_t F = call.neurons;
+    float a[kChunk];
+    bool valid = true;
+    for (int64_t t = begin; t < end; ++t) {
+        for (int64_t j0 = 0; j0 < F; j0 += kChunk) {
+            const int64_t n = F - j0 < kChunk ? F - j0 : kChunk;
+            const S* pre = static_cast<const S*>(call.pre) + t * F + j0;
+            const S* up = static_cast<const S*>(call.up) + t * F + j0;
+            S* out = static_cast<S*>(call.out) + t * F + j0;
+            for (int64_t i = 0; i < n; ++i)
+                a[i] = widen(pre[i]);
+            activate(a, n, rule.activation, rule.params);
+            if (rule.threshold_step == 0 && !mean) { // the common case, kept simple enough to vectorise
+                const float limit = limit_of(rule, rule.threshold[0], t);
+                valid &= rule.threshold[0] >= 0.f;
+                for (int64_t i = 0; i < n; ++i) {
+                    const bool on = !(fabsf(a[i]) < limit) & (a[i] != 0.f);
+                    narrow(on ? a[i] * widen(up[i]) : 0.f, out + i);
+                }
+                continue;
+            }
+            for (int64_t i = 0; i < n; ++i) {
+                const int64_t j = j0 + i;
+                const float threshold = rule.threshold[j * rule.threshold_step];
+                valid &= threshold >= 0.f;
+                const float h = a[i] * widen(up[i]) - (mean ? rule.skipped_mean[j] : 0.f);
+                narrow(active_at(a[i], limit_of(rule, threshold, t), mean) ? h : 0.f, out + i);
+            }
+        }
+    }
+    return valid;
+}
+
+#define SPARSEMLP_GATED_MLP_TABLE                                                                                      \
+    {                                                                                                                  \
+        {run_slot<float>, run_reduce<float>, run_hidden<float>},                                                       \
+            {run_slot<bf16>, run_reduce<bf16>, run_hidden<bf16>}, {                                                    \
+            run_slot<f16>, run_reduce<f16>, run_hidden<f16>                                                            \
+        }                                                                                                              \
+    }

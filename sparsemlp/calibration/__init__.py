@@ -1,0 +1,6 @@
+"""Threshold calibration: one pass over text, mergeable statistics, plans for any target and method."""
+
+from sparsemlp.calibration.plan import METHODS, LayerPlan, Plan
+from sparsemlp.calibration.statistics import Statistics, calibrate, collect
+
+__all__ = ["METHODS", "LayerPlan", "Plan", "Statistics", "calibrate", "collect"]

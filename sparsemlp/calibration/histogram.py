@@ -1,0 +1,243 @@
+"""Streaming statistics of one gated MLP: per neuron a log-spaced histogram of |a| with sums of u², h and h² per bin.
+
+Bins are read off the float32 bits of |a| (exponent and two mantissa bits, so four bins an octave): every edge is a
+float32 number and a value falls into its bin exactly, with no logarithm to round. Bin 0 holds exact zeros, bins 2 to
+127 are the 126 keys (31.5 octaves) that end with the largest |a| the layer has shown, bin 1 everything smaller. The window
+therefore fits layers of any scale, and since its place depends on that largest value only, neither the order of the
+batches nor merging changes a bin.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BINS", "Below", "Cumulative", "LayerStatistics", "divide", "float32_at_least"]
+
+BINS = 128
+"""Exact zeros, one bin for everything below the window, and the window's keys."""
+_WINDOW = BINS - 2
+_SHIFT = 21  # of float32's 23 mantissa bits two are kept: four bins an octave, edges at 1, 1.25, 1.5, 1.75 times 2^k
+_CHUNK = 1 << 19
+"""Entries binned at once: some ten temporaries of 2 MiB, small enough for a cache, large enough to hide call costs."""
+_LARGEST_COUNT = 2**31 - 1
+
+
+class LayerStatistics:
+    """Histogram of one layer; 16 bytes × 128 bins a neuron.
+
+    Args:
+        neurons: F, the layer's MLP width.
+        device: where the tables live.
+
+    Attributes:
+        count: (128, F) int32, tokens per bin and neuron.
+        sum_u2, sum_h, sum_h2: (128, F) float32, sums of u², h = a·u and h² over the tokens of a bin.
+        top: key of the last bin, or None before the first value that is not 0.
+        tokens: how many tokens were added.
+    """
+
+    def __init__(self, neurons: int, device: torch.device | str = "cpu") -> None:
+        self.neurons = neurons
+        self.tokens = 0
+        self.top: int | None = None
+        self.count = torch.zeros(BINS, neurons, dtype=torch.int32, device=device)
+        self.sum_u2 = torch.zeros(BINS, neurons, device=device)
+        self.sum_h = torch.zeros(BINS, neurons, device=device)
+        self.sum_h2 = torch.zeros(BINS, neurons, device=device)
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """count, sum_u2, sum_h, sum_h2."""
+        return self.count, self.sum_u2, self.sum_h, self.sum_h2
+
+    def add(self, act: Tensor, up: Tensor) -> None:
+        """Adds tokens.
+
+        Args:
+            act: a, (T, F) floating point, read as float32.
+            up: u, (T, F) likewise.
+
+        Raises:
+            ValueError: a NaN, an infinity, or a square beyond float32; the tables then hold part of the tokens.
+        """
+        rows = max(1, _CHUNK // max(1, self.neurons))
+        for a, u in zip(act.split(rows), up.split(rows), strict=True):
+            self._add(a.detach().float(), u.detach().float())
+
+    def _add(self, act: Tensor, up: Tensor) -> None:
+        if act.numel() == 0:
+            return
+        if self.tokens + act.shape[0] > _LARGEST_COUNT:
+            raise ValueError(f"more than {_LARGEST_COUNT} tokens were added, expected fewer; calibrate on fewer")
+        magnitude, hidden = act.abs(), act * up
+        u2, h2 = up.square(), hidden.square()
+        # One look at the values: sums propagate a NaN or an infinity of any entry.
+        peak, finite_u, finite_h = torch.stack([magnitude.max(), u2.sum(), h2.sum()]).tolist()
+        for what, value in (("a", peak), ("u", finite_u), ("h", finite_h)):
+            if not abs(value) < float("inf"):
+                raise ValueError(f"{what} holds NaN, infinity or a value too large to square in float32")
+        bits = magnitude.view(torch.int32)
+        if peak > 0:
+            self._raise_top(struct.unpack("<i", struct.pack("<f", peak))[0] >> _SHIFT)
+        low = 0 if self.top is None else self.top - _WINDOW + 1
+        bins = (bits >> _SHIFT).sub_(low - 2).clamp_(min=1).mul_(bits != 0)
+        cell = (bins * self.neurons + torch.arange(self.neurons, dtype=torch.int32, device=act.device)).flatten().long()
+        self.count.view(-1).scatter_add_(0, cell, torch.ones_like(bins).flatten())
+        for table, source in zip(self.tables()[1:], (u2, hidden, h2), strict=True):
+            table.view(-1).scatter_add_(0, cell, source.flatten())
+        self.tokens += act.shape[0]
+
+    def _raise_top(self, top: int) -> None:
+        """Moves the window up so that it ends with key `top`; what leaves it at the low end joins bin 1."""
+        if self.top is None:
+            self.top = top
+        shift = top - self.top
+        if shift <= 0:
+            return
+        leaving = min(shift, _WINDOW)
+        for table in self.tables():
+            table[1] += table[2 : 2 + leaving].sum(0, dtype=table.dtype)
+            kept = table[2 + leaving :].clone()
+            table[2 : BINS - leaving] = kept
+            table[BINS - leaving :] = 0
+        self.top = top
+
+    def clone(self) -> LayerStatistics:
+        """A copy that shares nothing."""
+        other = LayerStatistics(0, self.count.device)
+        other.neurons, other.tokens, other.top = self.neurons, self.tokens, self.top
+        other.count, other.sum_u2, other.sum_h, other.sum_h2 = (t.clone() for t in self.tables())
+        return other
+
+    def merge(self, other: LayerStatistics) -> LayerStatistics:
+        """The statistics of both sets of tokens, as one pass over them gives (sums up to float32 rounding)."""
+        if self.neurons != other.neurons:
+            raise ValueError(f"other has {other.neurons} neurons, expected {self.neurons}; merge the same layer only")
+        if self.tokens + other.tokens > _LARGEST_COUNT:
+            raise ValueError(f"together more than {_LARGEST_COUNT} tokens, expected fewer; calibrate on fewer")
+        out, addend = self.clone(), other.clone()
+        if out.top is not None or addend.top is not None:
+            top = max(s.top for s in (out, addend) if s.top is not None)
+            out._raise_top(top)
+            addend._raise_top(top)
+        for table, more in zip(out.tables(), addend.tables(), strict=True):
+            table += more.to(table.device)
+        out.tokens += addend.tokens
+        return out
+
+    def edges(self) -> Tensor:
+        """Lower edges of bins 2 to 127 and the upper edge of the last one, (127,) float64 on the CPU, ascending."""
+        top = 0 if self.top is None else self.top
+        keys = torch.arange(top - _WINDOW + 1, top + 2, dtype=torch.int32).clamp_(min=0)
+        return (keys << _SHIFT).view(torch.float32).double().clamp_(max=torch.finfo(torch.float32).max)
+
+
+class Below(NamedTuple):
+    """What a threshold skips, per neuron, (F,) float64 each."""
+
+    count: Tensor
+    sum_u2: Tensor
+    sum_h: Tensor
+    sum_h2: Tensor
+
+
+class Cumulative:
+    """Cumulative sums of a layer's histogram, with values inside a bin taken as spread evenly over it.
+
+    Below the window (under 2^-31 of the layer's largest |a|) nothing is interpolated: a threshold in (0, edge) skips the
+    exact zeros, one at the edge skips all that lies under it.
+
+    Args:
+        layer: the statistics.
+        pooled: sum over the layer's neurons first; F is then 1.
+    """
+
+    def __init__(self, layer: LayerStatistics, *, pooled: bool = False) -> None:
+        wide = [t.to("cpu", torch.float64) for t in layer.tables()]
+        if pooled:
+            wide = [t.sum(1, keepdim=True) for t in wide]
+        self.edges = layer.edges()
+        self.zeros = wide[0][0]
+        """Exact zeros per neuron, (F,) float64."""
+        self.total = Below(*(t.sum(0) for t in wide))
+        self._zero_part = [t[0] for t in wide]
+        self._at_edge = [t.cumsum(0)[1:] for t in wide]  # (127, F): all that is smaller than edge k
+
+    def count_below(self, threshold: Tensor) -> Tensor:
+        """Tokens with |a| < threshold per neuron, (F,) float64, for threshold ≥ 0 of shape (F,) float64."""
+        return self._below(threshold, 1)[0]
+
+    def below(self, threshold: Tensor) -> Below:
+        """Count and sums over the tokens with |a| < threshold, likewise."""
+        return Below(*self._below(threshold, 4))
+
+    def _below(self, threshold: Tensor, tables: int) -> list[Tensor]:
+        last = len(self.edges) - 1
+        after = torch.searchsorted(self.edges, threshold.contiguous(), right=True)
+        inside = (after > 0) & (after <= last)
+        upper = after.clamp(1, last)
+        low, high = self.edges[upper - 1], self.edges[upper]
+        share = torch.where(inside, (threshold - low) / (high - low), 1.0)[None]
+        out = []
+        for at_edge, zero_part in zip(self._at_edge[:tables], self._zero_part, strict=False):
+            start, end = at_edge.gather(0, (upper - 1)[None]), at_edge.gather(0, upper[None])
+            value = (start + share * (end - start))[0]
+            value = torch.where(after == 0, torch.where(threshold > 0, zero_part, 0.0), value)
+            out.append(value)
+        return out
+
+    def skipped(self, threshold: Tensor, *, mean: bool) -> Below:
+        """What the operator skips: |a| < threshold, and without mean compensation every exact zero too."""
+        part = self.below(threshold)
+        if mean:
+            return part
+        return part._replace(count=torch.maximum(part.count, self.zeros))
+
+    def quantile(self, target: float) -> float:
+        """Smallest value whose CDF of |a| over all neurons reaches `target`; the layer must be pooled."""
+        goal = target * float(self.total.count)
+        if float(self.zeros) >= goal:
+            return 0.0
+        at_edge = self._at_edge[0][:, 0]
+        k = int(torch.searchsorted(at_edge, torch.tensor(goal, dtype=torch.float64)))
+        k = min(k, len(self.edges) - 1)
+        if k == 0:
+            return float(self.edges[0])
+        start, end = float(at_edge[k - 1]), float(at_edge[k])
+        low, high = float(self.edges[k - 1]), float(self.edges[k])
+        return low + (high - low) * (goal - start) / (end - start)
+
+    def scaled_quantile(self, target: float, scale: Tensor) -> float:
+        """Smallest τ such that a share `target` of the entries has |a_j|·scale_j < τ, to a relative 1e-9.
+
+        Args:
+            target: in (0, 1).
+            scale: (F,) float64 ≥ 0; entries of a neuron with scale 0 are below every τ > 0.
+        """
+        goal = target * float(self.total.count.sum())
+        used = scale > 0
+        if float(self.zeros.sum()) + float(self.total.count[~used].sum() - self.zeros[~used].sum()) >= goal:
+            return 0.0
+        low = max(float(self.edges[0]), float(self.edges[self.edges > 0][0])) * float(scale[used].min())
+        high = float(self.edges[-1]) * float(scale.max())
+        while high > low * (1 + 1e-9):
+            middle = (low * high) ** 0.5
+            if float(self.count_below(divide(middle, scale)).sum()) >= goal:
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def divide(numerator: float, scale: Tensor) -> Tensor:
+    """numerator / scale, and +inf where the scale is 0, whatever the numerator."""
+    return torch.where(scale > 0, numerator / scale, float("inf"))
+
+
+def float32_at_least(value: Tensor) -> Tensor:
+    """float64 to float32, rounded up, so that a threshold at an edge still skips what lies below the edge."""
+    narrow = value.float()
+    return torch.where(narrow.double() < value, torch.nextafter(narrow, torch.full_like(narrow, float("inf"))), narrow)

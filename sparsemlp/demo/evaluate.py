@@ -1,0 +1,267 @@
+"""Quality and speed of a causal language model: perplexity, sparsity of its MLPs, time of a decoding step.
+
+Speed is compared in turns: every configuration decodes a few tokens in each of several rounds of one run, and medians
+are reported, so a neighbour on a shared machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsemlp import activations
+
+if TYPE_CHECKING:
+    from sparsemlp.calibration import Plan
+
+__all__ = [
+    "DecodeSpeed",
+    "Quality",
+    "apply_plan",
+    "compare_decoding",
+    "decode_speed",
+    "mlp_sparsity",
+    "perplexity",
+    "quality",
+]
+
+_WARMUP = 2
+"""Untimed tokens at the start of each turn: they refill the caches and recompute what a module caches per plan."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What `quality` measured on one set of windows."""
+
+    perplexity: float
+    sparsity: float
+    """Mean over layers of the fraction of neurons skipped, in [0, 1]."""
+    tokens: int
+    """Predictions that the perplexity averages over."""
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Medians over the timed tokens of one configuration."""
+
+    ms: float
+    """Milliseconds of a decoding step."""
+    mlp_ms: float
+    """Milliseconds of a step spent inside the MLPs, all layers together."""
+    samples: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 / self.ms
+
+
+def perplexity(model: nn.Module, windows: Sequence[Tensor]) -> float:
+    """exp of the mean cross-entropy of the next token; a window's first token is context only.
+
+    Args:
+        model: a causal language model of transformers, in any dtype; the loss is computed in float32.
+        windows: (1, S) int64 token ids each, S ≥ 2, independent of one another.
+
+    Raises:
+        ValueError: no window, or one of fewer than two tokens.
+    """
+    return quality(model, windows).perplexity
+
+
+def mlp_sparsity(model: nn.Module, windows: Sequence[Tensor]) -> float:
+    """The fraction of MLP neurons that the model's thresholds skip, per token and mean over layers, in [0, 1].
+
+    It is measured from the inputs that the MLPs really get, layers below made sparse too: |a| < threshold (and, where
+    no mean stands in for skipped neurons, a = 0). A model without sparse MLPs skips nothing: 0.
+
+    Args:
+        model, windows: as in `perplexity`.
+    """
+    with _sparsity_meter(model) as meter, torch.inference_mode():
+        for ids in windows:
+            model(input_ids=ids, use_cache=False)
+    return meter.sparsity
+
+
+def quality(model: nn.Module, windows: Sequence[Tensor]) -> Quality:
+    """`perplexity` and `mlp_sparsity` from one pass over the same tokens."""
+    if not windows or min(w.shape[-1] for w in windows) < 2:
+        raise ValueError("windows holds no window of two tokens or more, expected some; give a longer text")
+    loss, count = 0.0, 0
+    with _sparsity_meter(model) as meter, torch.inference_mode():
+        for ids in windows:
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            count += ids.shape[-1] - 1
+    return Quality(math.exp(loss / count) if loss / count < 700 else math.inf, meter.sparsity, count)
+
+
+def apply_plan(model: nn.Module, plan: Plan | None) -> nn.Module:
+    """Sets a sparse model's thresholds and means from the plan (None: threshold 0), in place; returns the model.
+
+    Raises:
+        ValueError: the model's MLPs are not sparse, or the plan is another model's.
+    """
+    from sparsemlp.integrations.transformers import find_mlps
+    from sparsemlp.nn import SparseGatedMLP
+
+    if plan is not None:
+        plan.check(model)
+    for name, module in find_mlps(model).items():
+        if not isinstance(module, SparseGatedMLP):
+            raise ValueError(f"model's {name} is {type(module).__name__}, expected SparseGatedMLP; call sparsify first")
+        if plan is None:
+            module.set_thresholds(0.0)
+        else:
+            module.set_thresholds(plan.layers[name].threshold, plan.layers[name].skipped_mean)
+    return model
+
+
+def decode_speed(model: nn.Module, prompt: Tensor, *, tokens: int = 32) -> DecodeSpeed:
+    """The speed of greedy decoding with a KV cache at batch 1, in `torch.inference_mode`.
+
+    Args:
+        model: a causal language model of transformers.
+        prompt: (1, S) int64; reading it is not timed.
+        tokens: how many steps to time.
+
+    Returns:
+        Medians over the steps. The MLPs' share is measured in place, by hooks around each of them while the model
+        decodes: its weights come from memory as they do in use, and the hooks cost some microseconds a layer.
+    """
+    return compare_decoding({"model": lambda: model}, prompt, tokens=tokens, rounds=1)["model"]
+
+
+def compare_decoding(
+    configurations: Mapping[str, Callable[[], nn.Module]],
+    prompt: Tensor,
+    *,
+    tokens: int = 16,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda message: None,
+) -> dict[str, DecodeSpeed]:
+    """`decode_speed` of several configurations that take turns, starting with another one each round.
+
+    Args:
+        configurations: by name, a function that gets the model ready and returns it.
+        prompt: (1, S) int64, where every turn starts.
+        tokens: steps timed in a turn.
+        rounds: turns of each configuration.
+        progress: gets a line a round.
+    """
+    names = list(configurations)
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    inside: dict[str, list[float]] = {name: [] for name in names}
+    for r in range(rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            total, mlp = _decode(configurations[name](), prompt, tokens)
+            steps[name] += total
+            inside[name] += mlp
+        progress(f"  decoding, round {r + 1} of {rounds}")
+    return {
+        name: DecodeSpeed(statistics.median(steps[name]), statistics.median(inside[name]), len(steps[name]))
+        for name in names
+    }
+
+
+def _decode(model: nn.Module, prompt: Tensor, tokens: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each timed step, and of the MLPs in it."""
+    steps, inside = [], []
+    with torch.inference_mode(), _mlp_timer(model) as timer:
+        out = model(input_ids=prompt, use_cache=True)
+        for i in range(-_WARMUP, tokens):
+            timer.ms = 0.0
+            start = time.perf_counter()
+            token = out.logits[:, -1:].argmax(-1)
+            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            elapsed = 1000 * (time.perf_counter() - start)
+            if i >= 0:
+                steps.append(elapsed)
+                inside.append(timer.ms)
+    return steps, inside
+
+
+@dataclass
+class _Timer:
+    ms: float = 0.0
+    start: float = 0.0
+
+    def enter(self, *args: Any) -> None:
+        self.start = time.perf_counter()
+
+    def leave(self, *args: Any) -> None:
+        self.ms += 1000 * (time.perf_counter() - self.start)
+
+
+@contextlib.contextmanager
+def _mlp_timer(model: nn.Module) -> Iterator[_Timer]:
+    """Adds up the time spent in the model's MLPs, sparse or dense, while the context is open."""
+    from sparsemlp.integrations.transformers import find_mlps
+
+    timer = _Timer()
+    hooks = []
+    for module in find_mlps(model).values():
+        hooks += [module.register_forward_pre_hook(timer.enter), module.register_forward_hook(timer.leave)]
+    try:
+        yield timer
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class _Meter:
+    skipped: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sparsity(self) -> float:
+        layers = [self.skipped[name] / self.entries[name] for name in self.skipped]
+        return statistics.fmean(layers) if layers else 0.0
+
+
+@contextlib.contextmanager
+def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
+    """Counts what the sparse MLPs skip while the context is open, from their inputs and thresholds."""
+    from sparsemlp.integrations.transformers import find_mlps
+    from sparsemlp.nn import SparseGatedMLP
+
+    meter = _Meter()
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            skipped = _skipped(module, x)
+            meter.skipped[name] = meter.skipped.get(name, 0) + int(skipped.sum())
+            meter.entries[name] = meter.entries.get(name, 0) + skipped.numel()
+
+        return hook
+
+    hooks = [
+        module.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, module in find_mlps(model).items()
+        if isinstance(module, SparseGatedMLP)
+    ]
+    try:
+        yield meter
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _skipped(module: Any, x: Tensor) -> Tensor:
+    """Where the module skips a neuron, (..., F) bool: the complement of *active* in docs/ops/gated_mlp.md."""
+    gate = module.gate_proj(x) if hasattr(module, "gate_proj") else module.gate_up_proj(x).chunk(2, dim=-1)[0]
+    act = activations.apply(gate, module.activation, module.activation_params).float().abs()
+    skipped = act < module.threshold
+    return skipped if module.skipped_mean is not None else skipped | (act == 0)

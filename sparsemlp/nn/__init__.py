@@ -1,0 +1,5 @@
+"""Modules over the package's operators."""
+
+from sparsemlp.nn.gated_mlp import SparseGatedMLP
+
+__all__ = ["SparseGatedMLP"]

@@ -1,0 +1,207 @@
+"""What a dense gated MLP looks like, which activation it has, and which of its children may be read past.
+
+No library's class names are used: a module is recognised by its members and by evaluating it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from sparsemlp import activations
+
+__all__ = ["Members", "activation_of", "is_plain", "members_of", "obstacle", "why_not"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_PLAIN = (Tensor, nn.Parameter)
+_ACT_NAMES = ("act_fn", "activation_fn")
+
+
+@dataclass(frozen=True)
+class Members:
+    """The names of a gated MLP's children: `gate` and `up` are the same name where the two are merged."""
+
+    gate: str
+    up: str
+    down: str
+    act: str | None
+    """None where the module has no activation of its own: the caller names it."""
+
+    @property
+    def merged(self) -> bool:
+        return self.gate == self.up
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return (self.gate, self.down) if self.merged else (self.gate, self.up, self.down)
+
+
+def members_of(module: nn.Module) -> Members | None:
+    """The members by which a gated MLP is recognised, or None. Says nothing yet about what `forward` computes."""
+    children = module._modules
+    act = next((name for name in _ACT_NAMES if callable(getattr(module, name, None))), None)
+    if all(isinstance(children.get(name), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
+        return Members("gate_proj", "up_proj", "down_proj", act)
+    if all(isinstance(children.get(name), nn.Module) for name in ("gate_up_proj", "down_proj")):
+        return Members("gate_up_proj", "gate_up_proj", "down_proj", act)
+    return None
+
+
+def why_not(module: nn.Module, activation: str | None = None, params: Tensor | None = None) -> str | None:
+    """Why the module is not down(φ(gate(x)) · up(x)), in words, or None.
+
+    Args:
+        module: any module.
+        activation: φ for a module without an activation member; its own activation is used otherwise.
+        params: the activation's parameters.
+    """
+    members = members_of(module)
+    if members is None:
+        return "has no children gate_proj, up_proj, down_proj (or gate_up_proj, down_proj)"
+    if members.act is None and activation is None:
+        return "has no member act_fn or activation_fn"
+    if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
+        return "has parameters or buffers of its own beside its linear layers"
+    known = {*members.linears, members.act}
+    for name, child in module._modules.items():
+        inert = child is None or type(child) is nn.Identity or (isinstance(child, nn.Dropout) and child.p == 0)
+        if name not in known and not inert:
+            return f"has a further child {name} ({type(child).__name__})"
+    if "forward" in module.__dict__:
+        return "has a replaced forward (a device hook, or another library's patch)"
+    try:
+        same = _computes_formula(module, members, activation, params)
+    except Exception as error:  # whatever a forward that is not ours to know may raise
+        return f"could not be evaluated on a small probe ({type(error).__name__}: {error})"
+    return None if same else "computes something else than down(act(gate(x)) * up(x))"
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """A shallow copy without hooks: evaluating it neither triggers nor feeds what watches the original."""
+    twin = copy.copy(module)
+    for hooks in _HOOKS:
+        twin.__dict__[hooks] = OrderedDict()
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
+
+
+def _own_activation(module: nn.Module, members: Members) -> Callable[[Tensor], Tensor]:
+    act = getattr(module, str(members.act))
+    return _bare(act) if isinstance(act, nn.Module) else act
+
+
+def _computes_formula(module: nn.Module, members: Members, activation: str | None, params: Tensor | None) -> bool:
+    """Whether forward is the gated formula, found out on a twin whose linear layers are tiny float64 ones.
+
+    Members alone do not tell: Gemma-3n's MLP has the same and thresholds inside. The module's own weights are not
+    touched (they may be quantised, offloaded, hooked, or a gigabyte), random numbers come from a private generator,
+    and float64 makes a different formula differ by far more than rounding.
+    """
+    width, neurons, tokens = 3, 5, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    def linear(rows: int, columns: int) -> nn.Linear:
+        layer = nn.utils.skip_init(nn.Linear, columns, rows, device="cpu", dtype=torch.float64)
+        layer.weight.copy_(draw(rows, columns))
+        layer.bias.copy_(draw(rows))
+        return layer
+
+    with torch.no_grad():
+        probes = {members.gate: linear((2 if members.merged else 1) * neurons, width)}
+        if not members.merged:
+            probes[members.up] = linear(neurons, width)
+        probes[members.down] = linear(width, neurons)
+        twin = _bare(module)
+        twin.__dict__["_modules"].update(probes)
+        if members.act is not None:
+            act = _own_activation(module, members)
+            (twin.__dict__["_modules"] if isinstance(act, nn.Module) else twin.__dict__)[members.act] = act
+        else:
+            act = lambda p: activations.apply(p, str(activation), params)  # noqa: E731
+        x = 2 * draw(1, tokens, width)
+        if members.merged:
+            gate, up = probes[members.gate](x).chunk(2, dim=-1)
+        else:
+            gate, up = probes[members.gate](x), probes[members.up](x)
+        expected = probes[members.down](act(gate) * up)
+        out = type(module).forward(twin, x)
+        return isinstance(out, Tensor) and out.shape == x.shape and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The row of the activation table that the module's activation is, or None.
+
+    Decided by values in float64 rather than by name: one function has many names (gelu_new, gelu_pytorch_tanh,
+    gelu_fast) and quick_gelu, clipped gelu or relu6 must not be taken for their relatives. The far points tell the
+    clipped ones.
+    """
+    members = members_of(module)
+    if members is None or members.act is None:
+        return None
+    far = torch.tensor([-100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 100.0], dtype=torch.float64)
+    points = torch.cat([torch.linspace(-12, 12, 197, dtype=torch.float64), far])
+    with torch.no_grad():
+        try:
+            values = _own_activation(module, members)(points.clone())
+        except Exception:  # an activation that takes no float64, or needs another device
+            return None
+        if not isinstance(values, Tensor) or values.shape != points.shape:
+            return None
+        for name, row in activations.ACTIVATIONS.items():
+            if not row.params and torch.allclose(values.double(), row.forward(points), rtol=1e-7, atol=1e-9):
+                return name
+    return None
+
+
+def is_plain(linear: nn.Module | None) -> bool:
+    """Whether the layer is exactly x @ weight.T + bias, so that its tensors may be used without calling it.
+
+    Called three times a forward, and traced by torch.compile: attribute reads only.
+    """
+    return (
+        type(linear) is nn.Linear
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not linear._backward_hooks
+        and not linear._backward_pre_hooks
+        and "forward" not in linear.__dict__
+        and type(linear._parameters.get("weight")) in _PLAIN
+        and (linear._parameters.get("bias") is None or type(linear._parameters["bias"]) in _PLAIN)
+    )
+
+
+def obstacle(child: nn.Module | None) -> str | None:
+    """`is_plain`'s reasons in words, or None."""
+    if type(child) is not nn.Linear:
+        kind = type(child)
+        return f"is {kind.__module__}.{kind.__qualname__}, not exactly nn.Linear"
+    if any(getattr(child, hooks) for hooks in _HOOKS):
+        return "has forward or backward hooks"
+    if "forward" in child.__dict__:
+        return "has a replaced forward (a device hook, or another library's patch)"
+    for name in ("weight", "bias"):
+        tensor = child._parameters.get(name)
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return f"has a {name} of type {type(tensor).__name__}, not a plain tensor"
+    if child._parameters.get("weight") is None:
+        return "has no parameter weight"
+    if _has_any_global_hook():
+        return "is called with global module hooks"
+    return None

@@ -1,0 +1,365 @@
+"""`SparseGatedMLP`: a dense gated MLP's own layers, run by `sparsemlp.gated_mlp`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from sparsemlp import activations
+from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
+from sparsemlp.nn._skipped_out import skipped_out
+from sparsemlp.ops import gated_mlp
+from sparsemlp.ops.gated_mlp import OP
+
+__all__ = ["SparseGatedMLP"]
+
+_CALL_HOOKS = (*dense_gated_mlp._HOOKS, "_is_full_backward_hook")
+_BUFFERS = ("threshold", "skipped_mean", "activation_params")
+
+
+class SparseGatedMLP(nn.Module):
+    """A thresholded gated MLP over the dense module's own `nn.Linear` layers; made by `from_dense`.
+
+    Its state dict is the dense module's: the children are the same objects under the same names. `down_proj.weight`
+    stays a Parameter of shape (D, F), stored neuron by neuron (strides (1, D)), so that a skipped neuron's column is
+    not read; there is no second copy.
+
+    A child that is not exactly `nn.Linear`, or that has hooks, a replaced forward or tensors of a subclass (LoRA,
+    parametrizations, quantised or distributed weights, offloading), is not bypassed: the module then calls its
+    children as the dense one does, thresholds nothing, and warns once.
+
+    Attributes:
+        threshold: t, float32 buffer of shape () or (F,); not saved, keeps its dtype in `.to(dtype)`.
+        skipped_mean: μ, float32 buffer (F,) or None, likewise.
+        activation: the name of a row of `sparsemlp.activations.ACTIVATIONS`.
+        activation_params: float32 buffer of the row's parameters, or None, likewise.
+        backend: passed to `sparsemlp.gated_mlp`.
+    Source: CATS (Lee et al.) for the thresholded gate; the equations are in docs/ops/gated_mlp.md.
+    """
+
+    threshold: Tensor
+    skipped_mean: Tensor | None
+    activation_params: Tensor | None
+
+    def __init__(
+        self, dense: nn.Module, members: dense_gated_mlp.Members, activation: str, own_activation: bool, backend: str
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.backend = backend
+        self.name = type(dense).__name__
+        """What warnings call this module; `sparsify` sets the qualified name."""
+        self._members = members
+        self._own_activation = own_activation
+        self._dense = (dense,)  # in a tuple: not a child, so no second name for its layers
+        self._converted = False
+        self._warned = False
+        for name, child in dense._modules.items():
+            self.register_module(name, child)
+        self._act_type = type(self._modules.get(str(members.act)))
+        self.training = dense.training
+        for hooks in _CALL_HOOKS:  # the same dictionaries: hooks on the MLP go on working, their handles too
+            setattr(self, hooks, getattr(dense, hooks))
+        for name in _BUFFERS:
+            self.register_buffer(name, None, persistent=False)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    @classmethod
+    def from_dense(
+        cls,
+        module: nn.Module,
+        *,
+        activation: str | None = None,
+        activation_params: Tensor | None = None,
+        threshold: float | Tensor = 0.0,
+        skipped_mean: Tensor | None = None,
+        backend: str = "auto",
+    ) -> SparseGatedMLP:
+        """A sparse module that takes over a dense gated MLP's layers.
+
+        Args:
+            module: children `gate_proj`, `up_proj`, `down_proj`, or `gate_up_proj` (rows [gate; up]) and `down_proj`;
+                usually an activation `act_fn` or `activation_fn`; its forward must be down(act(gate(x)) * up(x)).
+            activation: a row of `sparsemlp.activations.ACTIVATIONS`; None: the module's own. Another one than its own
+                replaces it.
+            activation_params: (n,) float32, the row's parameters, or None.
+            threshold: t ≥ 0, a number or a tensor of shape () or (F,).
+            skipped_mean: μ (F,), what a skipped neuron's hidden value is replaced by, or None.
+            backend: "auto", "native" or "reference".
+
+        Returns:
+            The sparse module. `module` must no longer be used; `to_dense` gives it back.
+        Raises:
+            ValueError: the module is not such an MLP, its activation is unknown, or an argument is invalid.
+        """
+        OP.check_backend(backend)
+        reason = dense_gated_mlp.why_not(module, activation, activation_params)
+        if reason is not None:
+            raise ValueError(
+                f"module is a {type(module).__name__} that {reason}, expected a gated MLP: down(act(gate(x)) * up(x))"
+            )
+        members = dense_gated_mlp.members_of(module)
+        assert members is not None
+        own = dense_gated_mlp.activation_of(module) if activation is None else None
+        name = activation if activation is not None else own
+        if name is None:
+            what = type(getattr(module, str(members.act))).__name__
+            raise ValueError(
+                f"activation of {type(module).__name__} is {what}, expected one of: {', '.join(activations.ACTIVATIONS)}; "
+                "name it in activation="
+            )
+        params = _checked_params(name, activation_params)
+        neurons = getattr(module._modules[members.down], "in_features", None)
+        limits = _checked_threshold(threshold, neurons), _checked_mean(skipped_mean, neurons)
+        sparse = cls(module, members, name, own is not None, backend)
+        sparse._buffers["activation_params"] = None if params is None else params.to(sparse._device())
+        sparse._set(*limits)
+        sparse._relayout()
+        return sparse
+
+    def set_thresholds(self, threshold: float | Tensor, skipped_mean: Tensor | None = None) -> None:
+        """New thresholds and means; a compiled graph sees them without compiling again where the shapes stay.
+
+        Args:
+            threshold: t ≥ 0, a number or a tensor of shape () or (F,); inf: never active.
+            skipped_mean: μ (F,), finite, or None for none.
+
+        Raises:
+            ValueError: a negative or NaN threshold, a mean that is not finite, or a wrong shape.
+        """
+        neurons = getattr(self._modules[self._members.down], "in_features", None)
+        self._set(_checked_threshold(threshold, neurons), _checked_mean(skipped_mean, neurons))
+        self._relayout()
+
+    def to_dense(self) -> nn.Module:
+        """The dense module back: the very object given to `from_dense`, with the layers this one has now.
+
+        `down_proj.weight` is stored row by row again. The sparse module must no longer be used.
+        """
+        dense = self._dense[0]
+        dense._modules.update(self._modules)
+        dense.training = self.training
+        dense._is_full_backward_hook = self._is_full_backward_hook
+        weight = self._down_weight()
+        if self._converted and weight is not None:
+            with torch.no_grad():
+                weight.data = weight.data.contiguous()
+            self._converted = False
+        return dense
+
+    def forward(self, x: Tensor, *, token_scale: Tensor | None = None) -> Tensor:
+        """The MLP's output.
+
+        Args:
+            x: (..., D) in the weights' dtype.
+            token_scale: s ≥ 0, float32, (T,) or x's leading shape, multiplies the threshold; 0 runs the token dense.
+
+        Returns:
+            (..., D) in x's dtype.
+        """
+        if not self._fusable():
+            if not self._warned:
+                _warn(self)
+            return self._forward_dense(x)
+        members, children = self._members, self._modules
+        gate, up, down = children[members.gate], children[members.up], children[members.down]
+        assert gate is not None and up is not None and down is not None
+        w_gate, b_gate = gate._parameters["weight"], gate._parameters["bias"]
+        w_up, b_up = up._parameters["weight"], up._parameters["bias"]
+        w_down, b_down = down._parameters["weight"], down._parameters["bias"]
+        assert w_gate is not None and w_up is not None and w_down is not None
+        if members.merged:
+            neurons = w_down.shape[1]
+            w_gate, w_up = w_gate[:neurons], w_gate[neurons:]
+            if b_gate is not None:
+                b_gate, b_up = b_gate[:neurons], b_gate[neurons:]
+        mean = self._buffers["skipped_mean"]
+        return gated_mlp(
+            x,
+            w_gate,
+            w_up,
+            w_down.t(),
+            threshold=self.threshold,
+            token_scale=token_scale,
+            skipped_mean=mean,
+            skipped_out=None if mean is None else skipped_out(mean, w_down),
+            activation=self.activation,
+            activation_params=self._buffers["activation_params"],
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        t = self.threshold
+        limit = f"{t.item():.4g}" if t.dim() == 0 and t.device.type != "meta" else f"({', '.join(map(str, t.shape))})"
+        mean = "" if self.skipped_mean is None else ", skipped_mean"
+        return f"activation={self.activation!r}, threshold={limit}{mean}, backend={self.backend!r}"
+
+    def _fusable(self) -> bool:
+        """Whether no child would be bypassed and the down weight lies neuron by neuron; ≈ 1 µs."""
+        members, children, plain = self._members, self._modules, dense_gated_mlp.is_plain
+        down = children[members.down]
+        if not (plain(children[members.gate]) and (members.merged or plain(children[members.up])) and plain(down)):
+            return False
+        if _has_any_global_hook():
+            return False
+        if members.act is not None:
+            act = children.get(members.act)
+            if type(act) is not self._act_type or (
+                act is not None
+                and (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks)
+            ):
+                return False
+        return _is_neuron_major(down._parameters["weight"])  # type: ignore[union-attr, arg-type]
+
+    def _why_dense(self) -> str | None:
+        """`_fusable`'s reasons in words, or None."""
+        members, children = self._members, self._modules
+        for name in members.linears:
+            reason = dense_gated_mlp.obstacle(children[name])
+            if reason is not None:
+                return f"{name} {reason}"
+        if members.act is not None:
+            act = children.get(members.act)
+            if type(act) is not self._act_type:
+                return f"{members.act} was replaced by {type(act).__name__}"
+            if act is not None and any(getattr(act, hooks) for hooks in dense_gated_mlp._HOOKS):
+                return f"{members.act} has forward or backward hooks"
+        weight = self._down_weight()
+        if weight is not None and not _is_neuron_major(weight):
+            strides = tuple(weight.stride())
+            return f"{members.down}.weight was exchanged for one with strides {strides} (set_thresholds stores it anew)"
+        return None
+
+    def _forward_dense(self, x: Tensor) -> Tensor:
+        """The dense composition through the children's own calls."""
+        members = self._members
+        if members.merged:
+            gate, up = getattr(self, members.gate)(x).chunk(2, dim=-1)
+        else:
+            gate, up = getattr(self, members.gate)(x), getattr(self, members.up)(x)
+        act = self._modules.get(str(members.act))
+        if act is not None and (self._own_activation or type(act) is not self._act_type):
+            hidden = act(gate) * up
+        else:
+            hidden = activations.apply(gate, self.activation, self.activation_params) * up
+        return getattr(self, members.down)(hidden)
+
+    def _down_weight(self) -> Tensor | None:
+        """The down layer's weight, where it is this module's to store as it likes."""
+        down = self._modules[self._members.down]
+        if type(down) is not nn.Linear or "forward" in down.__dict__:
+            return None
+        weight = down._parameters.get("weight")
+        return weight if type(weight) is nn.Parameter else None
+
+    def _relayout(self) -> None:
+        """Stores the down weight neuron by neuron; the old storage is freed unless somebody else holds it."""
+        weight = self._down_weight()
+        if weight is not None and not _is_neuron_major(weight):
+            with torch.no_grad():
+                weight.data = weight.data.t().contiguous().t()
+            self._converted = True
+
+    def _device(self) -> torch.device:
+        """Where the thresholds live: with the weights, but never on meta, which would lose their values."""
+        parameter = next(self.parameters(), None)
+        return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
+
+    def _set(self, threshold: Tensor, mean: Tensor | None) -> None:
+        device = self._device()
+        for name, value in (("threshold", threshold), ("skipped_mean", mean)):
+            old = self._buffers[name]
+            same = old is not None and value is not None and old.shape == value.shape and old.device == device
+            if same and not old.is_inference():  # type: ignore[union-attr]
+                old.copy_(value)  # type: ignore[union-attr, arg-type]
+            else:
+                with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
+                    self._buffers[name] = None if value is None else value.clone().to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseGatedMLP:
+        """`.to()`, `.half()` …: the thresholds move but stay float32, the down weight stays neuron-major."""
+        before = {name: self._buffers[name] for name in _BUFFERS}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        self._relayout()
+        return self
+
+
+def _is_neuron_major(weight: Tensor) -> bool:
+    """Whether a column of the (D, F) weight lies in consecutive memory."""
+    return weight.stride(0) == 1 or weight.shape[0] <= 1 or weight.shape[1] == 0
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    """`load_state_dict(assign=True)` brings weights in the dense layout."""
+    assert isinstance(module, SparseGatedMLP)
+    module._relayout()
+
+
+def _warn(module: SparseGatedMLP) -> None:
+    """Says once that the module runs dense."""
+    module._warned = True
+    warnings.warn(
+        f"{module.name} runs dense and no neuron of it is thresholded or skipped: {module._why_dense()}",
+        stacklevel=3,
+    )
+
+
+# torch.compile then runs it while tracing and leaves it out of the graph. This is what
+# `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _checked_threshold(threshold: float | Tensor, neurons: int | None) -> Tensor:
+    expected = f"a number ≥ 0 or a tensor of shape () or (F,){'' if neurons is None else f' = ({neurons},)'}"
+    if isinstance(threshold, Tensor):
+        if not threshold.is_floating_point():
+            raise ValueError(f"threshold is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it")
+        if threshold.dim() != 0 and (threshold.dim() != 1 or neurons not in (None, threshold.shape[0])):
+            raise ValueError(f"threshold has shape {tuple(threshold.shape)}, expected {expected}")
+        value = threshold.detach().to("cpu", torch.float32)
+    elif isinstance(threshold, (int, float)) and not isinstance(threshold, bool):
+        value = torch.tensor(float(threshold), dtype=torch.float32, device="cpu")
+    else:
+        raise ValueError(f"threshold is {type(threshold).__name__}, expected {expected}")
+    if not bool((value >= 0).all()):
+        worst = "NaN" if bool(value.isnan().any()) else f"{value.min().item():g}"
+        raise ValueError(f"threshold is or contains {worst}, expected {expected} without negative values or NaN")
+    return value
+
+
+def _checked_mean(mean: Tensor | None, neurons: int | None) -> Tensor | None:
+    if mean is None:
+        return None
+    expected = f"a tensor of shape (F,){'' if neurons is None else f' = ({neurons},)'} or None"
+    if not isinstance(mean, Tensor) or not mean.is_floating_point():
+        what = f"a tensor of {mean.dtype}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"skipped_mean is {what}, expected {expected}, float32")
+    if mean.dim() != 1 or neurons not in (None, mean.shape[0]):
+        raise ValueError(f"skipped_mean has shape {tuple(mean.shape)}, expected {expected}")
+    value = mean.detach().to("cpu", torch.float32)
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"skipped_mean contains NaN or inf, expected {expected} of finite values")
+    return value
+
+
+def _checked_params(activation: str, params: Tensor | None) -> Tensor | None:
+    names = activations.get(activation).params
+    if not names and params is None:
+        return None
+    if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
+        what = f"shape {tuple(params.shape)}" if isinstance(params, Tensor) else type(params).__name__
+        wanted = f"a tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
+        raise ValueError(f"activation_params is {what}, expected {wanted} for activation {activation!r}")
+    return params.detach().float()

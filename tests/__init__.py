@@ -1,0 +1,1 @@
+"""The package's tests; `tests.cases` holds the sample inputs."""

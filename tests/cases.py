@@ -1,0 +1,322 @@
+"""Sample inputs of `gated_mlp`, one declarative list, and how the truth and the peers are computed from them.
+
+A case names what is special about it; everything else is the default. Weights are by default slices of larger
+buffers filled with NaN, so that a read past a row's tail changes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsemlp import activations
+from sparsemlp.testing import flip_budget, linear_error, threshold_band
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARAMS = {"weird": (1.6, 1.6, 1.6), "fatrelu": (0.4,), "mix": (0.3,)}
+TOKENS = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100)
+SIZES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 100, 576)
+WIDTHS = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 65, 100, 257)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `density` is the wanted fraction of active entries, or how the threshold is chosen."""
+
+    name: str
+    tokens: int = 3
+    d: int = 65
+    f: int = 100
+    activation: str = "silu"
+    density: float | str = 0.5
+    scale: str = ""
+    mean: str = ""
+    biases: str = ""
+    weights: str = "guarded"
+    x: str = "plain"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Sample:
+    """A case's tensors in one dtype; `call` are the keyword arguments of `sparsemlp.gated_mlp`."""
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down_t: Tensor
+    activation: str
+    threshold: Tensor
+    options: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.w_gate, self.w_up, self.w_down_t
+
+    def run(self, function: Callable[..., Tensor], **changes: Any) -> Tensor:
+        call = {"threshold": self.threshold, "activation": self.activation, **self.options, **changes}
+        return function(self.x, *self.weights, **call)
+
+    def token(self, i: int) -> Sample:
+        """The same call for one token alone, its memory copied."""
+        options = dict(self.options)
+        if "token_scale" in options:
+            options["token_scale"] = options["token_scale"].reshape(-1)[i : i + 1]
+        x = self.x.reshape(-1, self.x.shape[-1])[i : i + 1].clone()
+        return replace(self, x=x, options=options)
+
+
+def rows(values: Tensor, layout: str) -> Tensor:
+    """`values` (N, D) stored as the layout says, NaN in every gap."""
+    n, d = values.shape
+    if layout == "plain":
+        return values.contiguous()
+    if layout == "end":  # the last row ends where its storage ends
+        buffer = values.new_full((n * (d + 3) + 5,), torch.nan)
+        view = buffer[5 + 3 :].as_strided((n, d), (d + 3, 1))
+    elif layout == "guarded":
+        view = values.new_full((n + 2, d + 7), torch.nan)[1 : 1 + n, 3 : 3 + d]
+    elif layout == "columns":
+        view = values.new_full((d + 1, n + 1), torch.nan)[:d, :n].t()
+    elif layout == "strided":
+        view = values.new_full((n, 2 * d + 1), torch.nan)[:, 1::2]
+    elif layout == "repeated":  # row stride 0: every row is the first
+        return values[:1].clone().expand(n, d) if n else values
+    else:
+        raise ValueError(f"no layout {layout!r}")
+    return view.copy_(values)
+
+
+def _weights(layout: str, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if layout not in ("interleaved", "triple"):
+        return rows(gate, layout), rows(up, layout), rows(down, layout)
+    together = (gate, up) if layout == "interleaved" else (gate, up, down)
+    pack = torch.stack(together, dim=1)
+    views = [pack[:, i] for i in range(len(together))]
+    return views[0], views[1], views[2] if len(views) == 3 else rows(down, "guarded")
+
+
+def _x(layout: str, values: Tensor) -> Tensor:
+    tokens, d = values.shape
+    if layout == "leading":
+        return values.reshape(1, tokens, 1, d)
+    if layout == "vector":
+        return values[0].clone()
+    if layout == "swapped":  # (B, S, D) seen from (S, B, D) memory: cannot be flattened without a copy
+        return values.reshape(-1, 2, d).clone().transpose(0, 1)
+    return rows(values, layout)
+
+
+def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
+    """The case's tensors, the same for the same seed."""
+    g = torch.Generator().manual_seed(1000 * seed + sum(map(ord, case.name)))
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g) * size).to(dtype)
+
+    spread = max(case.d, 1) ** -0.5
+    w_gate, w_up, w_down_t = _weights(
+        case.weights,
+        normal(case.f, case.d, size=1.5 * spread),
+        normal(case.f, case.d, size=1.5 * spread),
+        normal(case.f, case.d, size=max(case.f, 1) ** -0.5),
+    )
+    options: dict[str, Tensor] = {}
+    if case.activation in PARAMS:
+        options["activation_params"] = torch.tensor(PARAMS[case.activation])
+    for letter, size in (("gate", case.f), ("up", case.f), ("down", case.d)):
+        if letter[0] in case.biases:
+            options[f"b_{letter}"] = normal(size, size=0.5)
+    x = _x(case.x, normal(case.tokens, case.d))
+    sample = Sample(x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options)
+    tokens = x.numel() // case.d if case.d else case.tokens
+    if case.scale:
+        options["token_scale"] = _scale(case.scale, tokens, g)
+    if case.mean:
+        options["skipped_mean"] = torch.randn(case.f, generator=g) * 0.2
+        if "out" in case.mean:
+            options["skipped_out"] = (options["skipped_mean"].double() @ w_down_t.double()).float()
+    sample.threshold = _threshold(case.density, Truth(sample), g)
+    return sample
+
+
+def _scale(kind: str, tokens: int, g: torch.Generator) -> Tensor:
+    if kind == "varied":
+        return torch.rand(tokens, generator=g) * 1.5 + 0.25
+    scale = torch.ones(tokens)
+    if kind == "one_zero":
+        scale[tokens // 2 : tokens // 2 + 1] = 0
+        return scale
+    scale[::2] = 0  # "alternate"
+    return scale
+
+
+def _threshold(density: float | str, truth: Truth, g: torch.Generator) -> Tensor:
+    magnitude = truth.act.abs()
+    f = magnitude.shape[1]
+    if density == 0:
+        return torch.tensor(torch.inf)
+    if density == 1 or magnitude.numel() == 0:
+        return torch.zeros(()) if density == 1 else torch.zeros(f)
+    if density == "one_column":
+        limit = torch.full((f,), torch.inf)
+        limit[f // 2] = 0
+        return limit
+    if density in ("neurons", "some_inf"):
+        limit = torch.rand(f, generator=g) * 2 * magnitude.median().float()
+        limit[::5] = 0
+        if density == "some_inf":
+            limit[1::3] = torch.inf
+        return limit
+    assert isinstance(density, float)
+    return magnitude.flatten().quantile(1 - density).float()
+
+
+class Truth:
+    """What a sample's output is, in float64 and written independently of the package's reference.
+
+    Attributes: `pre`, `act`, `up` (T, F); `kept`, `active` (T, F) bool; `out` (T, D).
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        def wide(name: str) -> Tensor | None:
+            value = sample.options.get(name)
+            return None if value is None else value.double()
+
+        self.sample = sample
+        d = sample.x.shape[-1]
+        self.x = sample.x.double().reshape(-1, d) if d else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
+        self.pre = F.linear(self.x, sample.w_gate.double(), wide("b_gate"))
+        self.up = F.linear(self.x, sample.w_up.double(), wide("b_up"))
+        params = wide("activation_params")
+        self.indicator = lambda p: activations.apply(p, sample.activation, params)
+        self.act = self.indicator(self.pre)
+        self.mean = wide("skipped_mean")
+        scale = wide("token_scale")
+        limit = sample.threshold.double().expand(self.act.shape)
+        if scale is not None:
+            column = scale.reshape(-1, 1)
+            limit = torch.where(column == 0, 0.0, column * limit)
+        self.limit = limit
+        self.kept = ~(self.act.abs() < limit)
+        self.active = self.kept if self.mean is not None else self.kept & (self.act != 0)
+        self.hidden = torch.where(self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0)
+        down = torch.where(self.active.any(0)[:, None], sample.w_down_t.double(), 0.0)
+        self.out = self.hidden @ down
+        for name in ("b_down", "skipped_out"):
+            value = wide(name)
+            if name == "skipped_out" and value is None and self.mean is not None:
+                value = self.mean @ sample.w_down_t.double()
+            if value is not None:
+                self.out = self.out + value
+
+    def peers(self, count: int = 3) -> list[Tensor]:
+        """The masked MLP by plain PyTorch operations in the sample's dtype, in several orders of summation."""
+        s, dtype = self.sample, self.sample.x.dtype
+        g = torch.Generator().manual_seed(0)
+        out = []
+        for _ in range(count):
+            d, f = torch.randperm(s.w_gate.shape[1], generator=g), torch.randperm(s.w_gate.shape[0], generator=g)
+            x = self.x.to(dtype)[:, d]
+
+            def bias(name: str, order: Tensor | None) -> Tensor | None:
+                value = self.sample.options.get(name)
+                return value if value is None or order is None else value[order]
+
+            pre = F.linear(x, s.w_gate[f][:, d], bias("b_gate", f))
+            up = F.linear(x, s.w_up[f][:, d], bias("b_up", f))
+            act = activations.apply(pre, s.activation, s.options.get("activation_params"))
+            product = act * up if self.mean is None else act * up - self.mean.to(dtype)[f]
+            hidden = torch.where(self.active[:, f], product, 0)
+            down = torch.where(self.active.any(0)[:, None], s.w_down_t, 0)[f]
+            result = F.linear(hidden, down.t(), bias("b_down", None))
+            if self.mean is not None:
+                shift = s.options.get("skipped_out")
+                result = result + (self.mean.to(dtype) @ s.w_down_t if shift is None else shift.to(dtype))
+            out.append(result)
+        return out
+
+    def flips(self, decided_from: torch.dtype) -> Tensor:
+        """What entries at the threshold may add to the output's error, (T, D)."""
+        s = self.sample
+        error = linear_error(self.x, s.w_gate, s.options.get("b_gate"), decided_from=decided_from)
+        band = threshold_band(self.indicator, self.pre, error, self.limit)
+        around = torch.stack([self.indicator(self.pre + k * error).abs() for k in (-1, 0, 1)]).amax(0)
+        most = around * self.up.abs() + (0 if self.mean is None else self.mean.abs())
+        return flip_budget(band, most, s.w_down_t)
+
+
+def _sizes() -> list[Case]:
+    """Every size of every axis at least twice, with changing partners."""
+    out = []
+    for i in range(2 * len(TOKENS)):
+        t, d, f = TOKENS[i % len(TOKENS)], SIZES[(3 * i + 1) % len(SIZES)], WIDTHS[(5 * i + 2) % len(WIDTHS)]
+        out.append(Case(f"size-{t}-{d}-{f}", tokens=t, d=d, f=f, density=(0.5, "neurons", 1)[i % 3]))
+    return out
+
+
+def _activations() -> list[Case]:
+    return [
+        Case(f"act-{name}-{density}", activation=name, density=density, tokens=tokens)
+        for name in activations.ACTIVATIONS
+        for density, tokens in ((1, 4), (0.5, 5), ("neurons", 40))
+    ]
+
+
+def _densities() -> list[Case]:
+    return [
+        Case(f"density-{density}-T{tokens}", tokens=tokens, density=density, f=131)
+        for density in (0, 0.1, 0.5, 1, "one_column", "neurons", "some_inf")
+        for tokens in (1, 6, 36)
+    ]
+
+
+def _routing() -> list[Case]:
+    return [
+        Case(f"scale-{scale}-{density}-T{tokens}", tokens=tokens, scale=scale, density=density)
+        for scale in ("varied", "one_zero", "alternate")
+        for density in (0.5, 0, "some_inf")
+        for tokens in (1, 5, 35)
+    ]
+
+
+def _means() -> list[Case]:
+    return [
+        Case(f"{mean}-{b}-{density}-{scale}-T{tokens}", tokens=tokens, mean=mean, density=density, scale=scale, biases=b)
+        for mean, b in (("mean", ""), ("mean+out", ""), ("mean+out", "gud"))
+        for density, scale in ((0.5, ""), (0, ""), (0, "one_zero"), ("neurons", "varied"), (1, ""))
+        for tokens in (1, 4, 34)
+    ]
+
+
+def _layouts() -> list[Case]:
+    kinds = ("plain", "guarded", "end", "interleaved", "triple", "repeated")
+    weights = [Case(f"w-{w}-T{t}", tokens=t, weights=w, density="neurons") for w in kinds for t in (1, 5, 33)]
+    xs = [
+        Case(f"x-{x}-T{t}", tokens=t, x=x)
+        for x in ("guarded", "end", "columns", "strided", "repeated", "leading", "swapped")
+        for t in (2, 6, 34)
+    ]
+    return [*weights, *xs, Case("x-vector", tokens=1, x="vector"), Case("x-vector-mean", tokens=1, x="vector", mean="mean")]
+
+
+def _biases() -> list[Case]:
+    return [
+        Case(f"bias-{b}-{a}-T{t}", tokens=t, biases=b, activation=a)
+        for b in ("g", "u", "d", "gud")
+        for a in ("silu", "relu")
+        for t in (1, 4, 40)
+    ]
+
+
+CASES = [*_sizes(), *_activations(), *_densities(), *_routing(), *_means(), *_layouts(), *_biases()]
+"""Every case; names are unique."""
+
+assert len({case.name for case in CASES}) == len(CASES), "two cases of one name"

@@ -1,0 +1,41 @@
+"""Shared fixtures: NaN-poisoned allocations, one ISA at a time, and PyTorch's thread count restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sparsemlp import _native
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Every fresh floating-point tensor is NaN, and every integer one its type's largest value.
+
+    PyTorch does this below `at::empty`, so it reaches what compiled kernels allocate through the stable ABI too, which
+    a patched `torch.empty` would not. warn_only: nothing else of deterministic mode is wanted.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """PyTorch's thread count is put back afterwards."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def use_isa(monkeypatch: pytest.MonkeyPatch):
+    """A function that makes the compiled kernels use an instruction set, by name, for this test."""
+
+    def use(name: str) -> None:
+        monkeypatch.setattr(_native, "isa", lambda: _native.isa_names().index(name))
+
+    return use
