@@ -40,12 +40,15 @@ test-full: $(VENV)/.built $(VENV)/.test $(VENV)/.data
 bench: $(VENV)/.built $(VENV)/.test
 	$(PY) -m benchmarks.run $(BENCH_ARGS)
 
+# All of them run, also after one has failed.
 lint: $(VENV)/.built $(VENV)/.lint
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(if $(NATIVE),$(VENV)/bin/clang-format --dry-run -Werror $(NATIVE))
-	$(VENV)/bin/mypy
-	$(PY) .ci/lint.py
+	@failed=; check() { echo "$$@"; "$$@" || failed="$$failed $$(basename $$1)"; }; \
+	check $(VENV)/bin/ruff check .; \
+	check $(VENV)/bin/ruff format --check --quiet .; \
+	$(if $(NATIVE),check $(VENV)/bin/clang-format --dry-run -Werror $(NATIVE);) \
+	check $(VENV)/bin/mypy; \
+	check $(PY) .ci/lint.py; \
+	if [ -n "$$failed" ]; then echo "make lint: failed:$$failed"; exit 1; fi
 
 readme: $(VENV)/.ready-$(TORCH)
 	$(PY) -m benchmarks.readme

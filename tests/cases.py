@@ -18,7 +18,8 @@ from sparsemlp import activations
 from sparsemlp.testing import flip_budget, linear_error, threshold_band
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PARAMS = {"weird": (1.6, 1.6, 1.6), "fatrelu": (0.4,), "mix": (0.3,)}
+PARAMS = {"weird": (1.625, 1.625, 1.5), "fatrelu": (0.375,), "mix": (0.25,)}
+"""Parameters of the activations that have some, exact in every float dtype."""
 TOKENS = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100)
 SIZES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 100, 576)
 WIDTHS = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 65, 100, 257)
@@ -316,7 +317,17 @@ def _biases() -> list[Case]:
     ]
 
 
-CASES = [*_sizes(), *_activations(), *_densities(), *_routing(), *_means(), *_layouts(), *_biases()]
+def _wide() -> list[Case]:
+    """Several slots of neurons, and more active ones than a slot's batch holds."""
+    sizes = ((1, 320, 513), (9, 576, 257), (32, 130, 700), (1, 2, 35000), (7, 8, 6000), (32, 48, 1500), (32, 64, 7000), (33, 200, 400))
+    return [
+        Case(f"wide-{t}-{d}-{f}-{density}", tokens=t, d=d, f=f, density=density, biases=biases)
+        for t, d, f in sizes
+        for density, biases in ((0.5, ""), (1, "gud"))
+    ]
+
+
+CASES = [*_sizes(), *_wide(), *_activations(), *_densities(), *_routing(), *_means(), *_layouts(), *_biases()]
 """Every case; names are unique."""
 
 assert len({case.name for case in CASES}) == len(CASES), "two cases of one name"

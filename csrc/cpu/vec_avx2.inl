@@ -3,6 +3,7 @@
 struct V {
     static constexpr int W = 8;
     static constexpr int kRowTile = 4;
+    static constexpr int kRowTileOne = 8;
     static constexpr int kTokTile = 2;
     static constexpr int kAxpyVecs = 4;
     using F = __m256;

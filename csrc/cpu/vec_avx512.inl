@@ -3,6 +3,7 @@
 struct V {
     static constexpr int W = 16;
     static constexpr int kRowTile = 4;
+    static constexpr int kRowTileOne = 8;
     static constexpr int kTokTile = 4;
     static constexpr int kAxpyVecs = 4;
     using F = __m512;

@@ -3,6 +3,7 @@
 struct V {
     static constexpr int W = 8;         // lanes
     static constexpr int kRowTile = 2;  // weight rows in one dot tile
+    static constexpr int kRowTileOne = 4; // rows for a single token
     static constexpr int kTokTile = 2;  // tokens in one dot or axpy tile
     static constexpr int kAxpyVecs = 2; // vectors of a row in one axpy tile
     struct F {

@@ -21,7 +21,7 @@ def thresholds(layer: LayerStatistics, target: float) -> Tensor:
         t, 0-d float32; 0 where exact zeros alone reach the target. Inside a bin the CDF is taken as linear, so the
         share of calibration activations below t is off by less than the share of the bin that holds t.
 
-    Source: CATS (Lee et al., 2024), equation for the threshold from the empirical CDF.
+    Source: CATS (Lee et al., 2024).
     """
     value = Cumulative(layer, pooled=True).quantile(target)
     return float32_at_least(torch.tensor(value, dtype=torch.float64))

@@ -1,15 +1,17 @@
 """Streaming statistics of one gated MLP: per neuron a log-spaced histogram of |a| with sums of u², h and h² per bin.
 
-Bins are read off the float32 bits of |a| (exponent and two mantissa bits, so four bins an octave): every edge is a
-float32 number and a value falls into its bin exactly, with no logarithm to round. Bin 0 holds exact zeros, bins 2 to
-127 are the 126 keys (31.5 octaves) that end with the largest |a| the layer has shown, bin 1 everything smaller. The window
-therefore fits layers of any scale, and since its place depends on that largest value only, neither the order of the
-batches nor merging changes a bin.
+Bin edges come from one fixed list of float32 numbers, the cells: four an octave, eight an octave from 1/32 to 2 where
+thresholds usually lie, and finer ones below 0.278 and 0.170, the depths of SiLU's and GELU's negative branch, where
+|a| piles up. A value's cell is read off the leading bits of its float32 form, exactly, with no logarithm to round.
+
+A layer's bins are exact zeros (bin 0), the 126 cells that end with the one of the largest |a| shown so far (bins 2 to
+127, more than 20 octaves), and everything smaller (bin 1). So they fit layers of any scale, and since their place
+depends on that largest value only, neither the order of the batches nor merging changes a bin.
 """
 
 from __future__ import annotations
 
-import struct
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,10 +22,25 @@ __all__ = ["BINS", "Below", "Cumulative", "LayerStatistics", "divide", "float32_
 BINS = 128
 """Exact zeros, one bin for everything below the window, and the window's keys."""
 _WINDOW = BINS - 2
-_SHIFT = 21  # of float32's 23 mantissa bits two are kept: four bins an octave, edges at 1, 1.25, 1.5, 1.75 times 2^k
+_SHIFT = 16  # keeps the sign, the exponent and 7 bits of the mantissa: a key, 128 an octave
 _CHUNK = 1 << 19
-"""Entries binned at once: some ten temporaries of 2 MiB, small enough for a cache, large enough to hide call costs."""
+"""Entries binned at once: few enough for the temporaries to stay in a cache, enough to hide the calls' cost."""
 _LARGEST_COUNT = 2**31 - 1
+
+
+@functools.cache
+def _cells() -> tuple[Tensor, Tensor]:
+    """Cell of each key, int32, and the cells' edges, float64: edge c is the lower end of cell c."""
+    one, infinity = 127 * 128, 255 * 128
+    starts = set(range(0, infinity + 1, 32)) | set(range(one - 5 * 128, one + 128, 16))
+    # -silu is at most 0.27846, -gelu 0.16997 (erf) or 0.17004 (tanh), and the density of |a| goes to infinity there,
+    # from below, like 1/sqrt of the distance: cells halve their distance to it.
+    starts |= {one - 2 * 128 + k for k in (4, 8, 12, 14, 15)}
+    starts |= {one - 3 * 128 + k for k in (40, 44, 46, 47)}
+    ordered = torch.tensor(sorted(starts), dtype=torch.int32, device="cpu")
+    keys = torch.arange(infinity + 1, dtype=torch.int32, device="cpu")
+    edges = (ordered << _SHIFT).view(torch.float32).double().clamp_(max=torch.finfo(torch.float32).max)
+    return torch.searchsorted(ordered, keys, right=True, out_int32=True) - 1, edges
 
 
 class LayerStatistics:
@@ -36,7 +53,7 @@ class LayerStatistics:
     Attributes:
         count: (128, F) int32, tokens per bin and neuron.
         sum_u2, sum_h, sum_h2: (128, F) float32, sums of u², h = a·u and h² over the tokens of a bin.
-        top: key of the last bin, or None before the first value that is not 0.
+        top: cell of the last bin, or None before the first value that is not 0.
         tokens: how many tokens were added.
     """
 
@@ -44,6 +61,7 @@ class LayerStatistics:
         self.neurons = neurons
         self.tokens = 0
         self.top: int | None = None
+        self._cell_of = _cells()[0].to(device)
         self.count = torch.zeros(BINS, neurons, dtype=torch.int32, device=device)
         self.sum_u2 = torch.zeros(BINS, neurons, device=device)
         self.sum_h = torch.zeros(BINS, neurons, device=device)
@@ -71,7 +89,9 @@ class LayerStatistics:
         if act.numel() == 0:
             return
         if self.tokens + act.shape[0] > _LARGEST_COUNT:
-            raise ValueError(f"more than {_LARGEST_COUNT} tokens were added, expected fewer; calibrate on fewer")
+            raise ValueError(
+                f"more than {_LARGEST_COUNT} tokens were added, expected fewer; calibrate on fewer"
+            )
         magnitude, hidden = act.abs(), act * up
         u2, h2 = up.square(), hidden.square()
         # One look at the values: sums propagate a NaN or an infinity of any entry.
@@ -79,19 +99,20 @@ class LayerStatistics:
         for what, value in (("a", peak), ("u", finite_u), ("h", finite_h)):
             if not abs(value) < float("inf"):
                 raise ValueError(f"{what} holds NaN, infinity or a value too large to square in float32")
-        bits = magnitude.view(torch.int32)
+        bits = magnitude.view(torch.int32).flatten()
+        cells = self._cell_of.index_select(0, bits >> _SHIFT)
         if peak > 0:
-            self._raise_top(struct.unpack("<i", struct.pack("<f", peak))[0] >> _SHIFT)
-        low = 0 if self.top is None else self.top - _WINDOW + 1
-        bins = (bits >> _SHIFT).sub_(low - 2).clamp_(min=1).mul_(bits != 0)
-        cell = (bins * self.neurons + torch.arange(self.neurons, dtype=torch.int32, device=act.device)).flatten().long()
-        self.count.view(-1).scatter_add_(0, cell, torch.ones_like(bins).flatten())
+            self._raise_top(int(cells.max()))
+        bins = cells.sub_((self.top or 0) - BINS + 1).clamp_(min=1).mul_(bits != 0)
+        neuron = torch.arange(self.neurons, dtype=torch.int32, device=act.device)
+        entry = (bins.view(-1, self.neurons) * self.neurons + neuron).flatten().long()
+        self.count.view(-1).scatter_add_(0, entry, torch.ones_like(bins))
         for table, source in zip(self.tables()[1:], (u2, hidden, h2), strict=True):
-            table.view(-1).scatter_add_(0, cell, source.flatten())
+            table.view(-1).scatter_add_(0, entry, source.flatten())
         self.tokens += act.shape[0]
 
     def _raise_top(self, top: int) -> None:
-        """Moves the window up so that it ends with key `top`; what leaves it at the low end joins bin 1."""
+        """Moves the window up so that it ends with cell `top`; what leaves it at the low end joins bin 1."""
         if self.top is None:
             self.top = top
         shift = top - self.top
@@ -115,9 +136,13 @@ class LayerStatistics:
     def merge(self, other: LayerStatistics) -> LayerStatistics:
         """The statistics of both sets of tokens, as one pass over them gives (sums up to float32 rounding)."""
         if self.neurons != other.neurons:
-            raise ValueError(f"other has {other.neurons} neurons, expected {self.neurons}; merge the same layer only")
+            raise ValueError(
+                f"other has {other.neurons} neurons, expected {self.neurons}; merge the same layer only"
+            )
         if self.tokens + other.tokens > _LARGEST_COUNT:
-            raise ValueError(f"together more than {_LARGEST_COUNT} tokens, expected fewer; calibrate on fewer")
+            raise ValueError(
+                f"together more than {_LARGEST_COUNT} tokens, expected fewer; calibrate on fewer"
+            )
         out, addend = self.clone(), other.clone()
         if out.top is not None or addend.top is not None:
             top = max(s.top for s in (out, addend) if s.top is not None)
@@ -131,14 +156,13 @@ class LayerStatistics:
     def edges(self) -> Tensor:
         """Lower edges of bins 2 to 127 and the upper edge of the last one, (127,) float64 on the CPU, ascending."""
         top = 0 if self.top is None else self.top
-        keys = torch.arange(top - _WINDOW + 1, top + 2, dtype=torch.int32).clamp_(min=0)
-        return (keys << _SHIFT).view(torch.float32).double().clamp_(max=torch.finfo(torch.float32).max)
+        return _cells()[1][torch.arange(top - _WINDOW + 1, top + 2, device="cpu").clamp_(min=0)]
 
 
 class Below(NamedTuple):
     """What a threshold skips, per neuron, (F,) float64 each."""
 
-    count: Tensor
+    tokens: Tensor
     sum_u2: Tensor
     sum_h: Tensor
     sum_h2: Tensor
@@ -147,8 +171,8 @@ class Below(NamedTuple):
 class Cumulative:
     """Cumulative sums of a layer's histogram, with values inside a bin taken as spread evenly over it.
 
-    Below the window (under 2^-31 of the layer's largest |a|) nothing is interpolated: a threshold in (0, edge) skips the
-    exact zeros, one at the edge skips all that lies under it.
+    Below the window (some 20 octaves under the layer's largest |a|) nothing is interpolated: a threshold in (0, edge)
+    skips the exact zeros, one at the edge skips all that lies under it.
 
     Args:
         layer: the statistics.
@@ -194,11 +218,11 @@ class Cumulative:
         part = self.below(threshold)
         if mean:
             return part
-        return part._replace(count=torch.maximum(part.count, self.zeros))
+        return part._replace(tokens=torch.maximum(part.tokens, self.zeros))
 
     def quantile(self, target: float) -> float:
         """Smallest value whose CDF of |a| over all neurons reaches `target`; the layer must be pooled."""
-        goal = target * float(self.total.count)
+        goal = target * float(self.total.tokens)
         if float(self.zeros) >= goal:
             return 0.0
         at_edge = self._at_edge[0][:, 0]
@@ -217,9 +241,9 @@ class Cumulative:
             target: in (0, 1).
             scale: (F,) float64 ≥ 0; entries of a neuron with scale 0 are below every τ > 0.
         """
-        goal = target * float(self.total.count.sum())
+        goal = target * float(self.total.tokens.sum())
         used = scale > 0
-        if float(self.zeros.sum()) + float(self.total.count[~used].sum() - self.zeros[~used].sum()) >= goal:
+        if float(self.zeros.sum()) + float(self.total.tokens[~used].sum() - self.zeros[~used].sum()) >= goal:
             return 0.0
         low = max(float(self.edges[0]), float(self.edges[self.edges > 0][0])) * float(scale[used].min())
         high = float(self.edges[-1]) * float(scale.max())
@@ -240,4 +264,6 @@ def divide(numerator: float, scale: Tensor) -> Tensor:
 def float32_at_least(value: Tensor) -> Tensor:
     """float64 to float32, rounded up, so that a threshold at an edge still skips what lies below the edge."""
     narrow = value.float()
-    return torch.where(narrow.double() < value, torch.nextafter(narrow, torch.full_like(narrow, float("inf"))), narrow)
+    return torch.where(
+        narrow.double() < value, torch.nextafter(narrow, torch.full_like(narrow, float("inf"))), narrow
+    )

@@ -32,10 +32,10 @@ def thresholds(layer: LayerStatistics, target: float, *, rounds: int = ROUNDS) -
     Source: this package (docs/calibration.md); the same rule with ‖W_down[:, j]‖ in place of rms(u_j) is WINA's.
     """
     cumulative = Cumulative(layer)
-    everywhere = (cumulative.total.sum_u2 / cumulative.total.count.clamp(min=1)).sqrt()
+    everywhere = (cumulative.total.sum_u2 / cumulative.total.tokens.clamp(min=1)).sqrt()
     rms = everywhere
     for _ in range(rounds):
         part = cumulative.below(divide(cumulative.scaled_quantile(target, rms), rms))
-        usable = (part.count > 0) & (part.sum_u2 > 0)
-        rms = (part.sum_u2 / part.count).sqrt().where(usable, everywhere)
+        usable = (part.tokens > 0) & (part.sum_u2 > 0)
+        rms = (part.sum_u2 / part.tokens).sqrt().where(usable, everywhere)
     return float32_at_least(divide(cumulative.scaled_quantile(target, rms), rms))

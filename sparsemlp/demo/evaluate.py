@@ -7,26 +7,25 @@ are reported, so a neighbour on a shared machine slows all of them alike.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsemlp import activations
-
-if TYPE_CHECKING:
-    from sparsemlp.calibration import Plan
+from sparsemlp.integrations.transformers import find_mlps
+from sparsemlp.nn import SparseGatedMLP
 
 __all__ = [
     "DecodeSpeed",
     "Quality",
-    "apply_plan",
     "compare_decoding",
     "decode_speed",
     "mlp_sparsity",
@@ -105,27 +104,6 @@ def quality(model: nn.Module, windows: Sequence[Tensor]) -> Quality:
     return Quality(math.exp(loss / count) if loss / count < 700 else math.inf, meter.sparsity, count)
 
 
-def apply_plan(model: nn.Module, plan: Plan | None) -> nn.Module:
-    """Sets a sparse model's thresholds and means from the plan (None: threshold 0), in place; returns the model.
-
-    Raises:
-        ValueError: the model's MLPs are not sparse, or the plan is another model's.
-    """
-    from sparsemlp.integrations.transformers import find_mlps
-    from sparsemlp.nn import SparseGatedMLP
-
-    if plan is not None:
-        plan.check(model)
-    for name, module in find_mlps(model).items():
-        if not isinstance(module, SparseGatedMLP):
-            raise ValueError(f"model's {name} is {type(module).__name__}, expected SparseGatedMLP; call sparsify first")
-        if plan is None:
-            module.set_thresholds(0.0)
-        else:
-            module.set_thresholds(plan.layers[name].threshold, plan.layers[name].skipped_mean)
-    return model
-
-
 def decode_speed(model: nn.Module, prompt: Tensor, *, tokens: int = 32) -> DecodeSpeed:
     """The speed of greedy decoding with a KV cache at batch 1, in `torch.inference_mode`.
 
@@ -138,52 +116,54 @@ def decode_speed(model: nn.Module, prompt: Tensor, *, tokens: int = 32) -> Decod
         Medians over the steps. The MLPs' share is measured in place, by hooks around each of them while the model
         decodes: its weights come from memory as they do in use, and the hooks cost some microseconds a layer.
     """
-    return compare_decoding({"model": lambda: model}, prompt, tokens=tokens, rounds=1)["model"]
+    return compare_decoding([lambda: model], prompt, tokens=tokens, rounds=1)[0]
 
 
 def compare_decoding(
-    configurations: Mapping[str, Callable[[], nn.Module]],
+    models: Sequence[Callable[[], nn.Module]],
     prompt: Tensor,
     *,
     tokens: int = 16,
     rounds: int = 5,
     progress: Callable[[str], None] = lambda message: None,
-) -> dict[str, DecodeSpeed]:
+) -> list[DecodeSpeed]:
     """`decode_speed` of several configurations that take turns, starting with another one each round.
 
     Args:
-        configurations: by name, a function that gets the model ready and returns it.
+        models: functions that get a configuration ready and return it.
         prompt: (1, S) int64, where every turn starts.
         tokens: steps timed in a turn.
         rounds: turns of each configuration.
         progress: gets a line a round.
+
+    Returns:
+        One a configuration, in their order.
     """
-    names = list(configurations)
-    steps: dict[str, list[float]] = {name: [] for name in names}
-    inside: dict[str, list[float]] = {name: [] for name in names}
+    steps: list[list[float]] = [[] for _ in models]
+    inside: list[list[float]] = [[] for _ in models]
     for r in range(rounds):
-        first = r % len(names)
-        for name in names[first:] + names[:first]:
-            total, mlp = _decode(configurations[name](), prompt, tokens)
-            steps[name] += total
-            inside[name] += mlp
+        for k in range(len(models)):
+            i = (r + k) % len(models)
+            total, mlp = _decode(models[i](), prompt, tokens)
+            steps[i] += total
+            inside[i] += mlp
         progress(f"  decoding, round {r + 1} of {rounds}")
-    return {
-        name: DecodeSpeed(statistics.median(steps[name]), statistics.median(inside[name]), len(steps[name]))
-        for name in names
-    }
+    median = statistics.median
+    return [DecodeSpeed(median(a), median(b), len(a)) for a, b in zip(steps, inside, strict=True)]
 
 
 def _decode(model: nn.Module, prompt: Tensor, tokens: int) -> tuple[list[float], list[float]]:
     """Milliseconds of each timed step, and of the MLPs in it."""
     steps, inside = [], []
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
     with torch.inference_mode(), _mlp_timer(model) as timer:
         out = model(input_ids=prompt, use_cache=True)
         for i in range(-_WARMUP, tokens):
             timer.ms = 0.0
             start = time.perf_counter()
             token = out.logits[:, -1:].argmax(-1)
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=token, use_cache=True, **{name: getattr(out, name)})
             elapsed = 1000 * (time.perf_counter() - start)
             if i >= 0:
                 steps.append(elapsed)
@@ -206,8 +186,6 @@ class _Timer:
 @contextlib.contextmanager
 def _mlp_timer(model: nn.Module) -> Iterator[_Timer]:
     """Adds up the time spent in the model's MLPs, sparse or dense, while the context is open."""
-    from sparsemlp.integrations.transformers import find_mlps
-
     timer = _Timer()
     hooks = []
     for module in find_mlps(model).values():
@@ -233,9 +211,6 @@ class _Meter:
 @contextlib.contextmanager
 def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
     """Counts what the sparse MLPs skip while the context is open, from their inputs and thresholds."""
-    from sparsemlp.integrations.transformers import find_mlps
-    from sparsemlp.nn import SparseGatedMLP
-
     meter = _Meter()
 
     def watch(name: str) -> Callable[..., None]:
@@ -259,9 +234,13 @@ def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
             hook.remove()
 
 
-def _skipped(module: Any, x: Tensor) -> Tensor:
+def _skipped(module: SparseGatedMLP, x: Tensor) -> Tensor:
     """Where the module skips a neuron, (..., F) bool: the complement of *active* in docs/ops/gated_mlp.md."""
-    gate = module.gate_proj(x) if hasattr(module, "gate_proj") else module.gate_up_proj(x).chunk(2, dim=-1)[0]
+    children: Any = module
+    merged = "gate_up_proj" in module._modules
+    gate = children.gate_up_proj(x).chunk(2, dim=-1)[0] if merged else children.gate_proj(x)
+    if not module._fusable():  # its layers are wrapped (LoRA, hooks): it runs dense
+        return torch.zeros(gate.shape, dtype=torch.bool)
     act = activations.apply(gate, module.activation, module.activation_params).float().abs()
     skipped = act < module.threshold
     return skipped if module.skipped_mean is not None else skipped | (act == 0)

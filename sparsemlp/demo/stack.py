@@ -113,7 +113,9 @@ def _configurations(
     sample = _random(64, d, 1.0, dtype, generator)
     found = [_Configuration("silu", None, _dense_silu, zero)]
     for target in targets:
-        thresholds = [_quantile(F.silu(F.linear(sample, layer.w_gate)).float().abs(), target) for layer in stack]
+        thresholds = [
+            _quantile(F.silu(F.linear(sample, layer.w_gate)).float().abs(), target) for layer in stack
+        ]
         found.append(_Configuration("silu", target, _sparse_silu, thresholds))
     found.append(_Configuration("relu", None, _dense_relu, zero))
     found.append(_Configuration("relu", 0.9, _sparse_relu, zero))
@@ -161,12 +163,18 @@ def _point(c: _Configuration, stack: list[_Layer]) -> StackPoint:
         return StackPoint(c.activation, None, 0.0, ms)
     sparsities = []
     for i, layer in enumerate(stack):
-        pre = F.linear(torch.cat([tokens[i] for tokens in c.inputs]), layer.w_gate, layer.shift if c.activation == "relu" else None)
+        pre = F.linear(
+            torch.cat([tokens[i] for tokens in c.inputs]),
+            layer.w_gate,
+            layer.shift if c.activation == "relu" else None,
+        )
         act = activations.apply(pre, c.activation).float().abs()
         sparsities.append(float(((act < c.thresholds[i]) | (act == 0)).float().mean()))
     error = None
     if c.activation == "relu" or c.target == 0:
         x, dense = c.inputs[-1][0], _dense_relu if c.activation == "relu" else _dense_silu
         expected = dense(stack[0], x, c.thresholds[0]).float()
-        error = float((c.run(stack[0], x, c.thresholds[0]).float() - expected).abs().max() / expected.abs().max())
+        error = float(
+            (c.run(stack[0], x, c.thresholds[0]).float() - expected).abs().max() / expected.abs().max()
+        )
     return StackPoint(c.activation, c.target, statistics.fmean(sparsities), ms, error)

@@ -78,7 +78,9 @@ def why_not(module: nn.Module, activation: str | None = None, params: Tensor | N
         return "has parameters or buffers of its own beside its linear layers"
     known = {*members.linears, members.act}
     for name, child in module._modules.items():
-        inert = child is None or type(child) is nn.Identity or (isinstance(child, nn.Dropout) and child.p == 0)
+        inert = (
+            child is None or type(child) is nn.Identity or (isinstance(child, nn.Dropout) and child.p == 0)
+        )
         if name not in known and not inert:
             return f"has a further child {name} ({type(child).__name__})"
     if "forward" in module.__dict__:
@@ -104,7 +106,9 @@ def _own_activation(module: nn.Module, members: Members) -> Callable[[Tensor], T
     return _bare(act) if isinstance(act, nn.Module) else act
 
 
-def _computes_formula(module: nn.Module, members: Members, activation: str | None, params: Tensor | None) -> bool:
+def _computes_formula(
+    module: nn.Module, members: Members, activation: str | None, params: Tensor | None
+) -> bool:
     """Whether forward is the gated formula, found out on a twin whose linear layers are tiny float64 ones.
 
     Members alone do not tell: Gemma-3n's MLP has the same and thresholds inside. The module's own weights are not
@@ -142,7 +146,11 @@ def _computes_formula(module: nn.Module, members: Members, activation: str | Non
             gate, up = probes[members.gate](x), probes[members.up](x)
         expected = probes[members.down](act(gate) * up)
         out = type(module).forward(twin, x)
-        return isinstance(out, Tensor) and out.shape == x.shape and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+        return (
+            isinstance(out, Tensor)
+            and out.shape == x.shape
+            and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+        )
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -175,15 +183,21 @@ def is_plain(linear: nn.Module | None) -> bool:
 
     Called three times a forward, and traced by torch.compile: attribute reads only.
     """
+    if type(linear) is not nn.Linear:
+        return False
+    if (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+    ):
+        return False
+    tensors = linear._parameters
+    bias = tensors.get("bias")
     return (
-        type(linear) is nn.Linear
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and not linear._backward_hooks
-        and not linear._backward_pre_hooks
+        type(tensors.get("weight")) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
         and "forward" not in linear.__dict__
-        and type(linear._parameters.get("weight")) in _PLAIN
-        and (linear._parameters.get("bias") is None or type(linear._parameters["bias"]) in _PLAIN)
     )
 
 

@@ -62,7 +62,9 @@ def _cached(mean: Tensor, weight: Tensor) -> Tensor:
 # The compiled graph owns what an operator returns and may write into it: it gets a copy of the D numbers.
 _lib.impl("_skipped_out", lambda mean, weight: _cached(mean, weight).clone(), "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "sparsemlp::_skipped_out", lambda mean, weight: mean.new_empty(weight.shape[:1], dtype=_wide(weight.dtype)), lib=_lib
+    "sparsemlp::_skipped_out",
+    lambda mean, weight: mean.new_empty(weight.shape[:1], dtype=_wide(weight.dtype)),
+    lib=_lib,
 )
 
 

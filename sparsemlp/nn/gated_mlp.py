@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from sparsemlp import activations
 from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
 from sparsemlp.nn._skipped_out import skipped_out
+from sparsemlp.nn._thresholds import checked_mean, checked_params, checked_threshold
 from sparsemlp.ops import gated_mlp
 from sparsemlp.ops.gated_mlp import OP
 
@@ -47,7 +48,12 @@ class SparseGatedMLP(nn.Module):
     activation_params: Tensor | None
 
     def __init__(
-        self, dense: nn.Module, members: dense_gated_mlp.Members, activation: str, own_activation: bool, backend: str
+        self,
+        dense: nn.Module,
+        members: dense_gated_mlp.Members,
+        activation: str,
+        own_activation: bool,
+        backend: str,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -108,14 +114,13 @@ class SparseGatedMLP(nn.Module):
         own = dense_gated_mlp.activation_of(module) if activation is None else None
         name = activation if activation is not None else own
         if name is None:
-            what = type(getattr(module, str(members.act))).__name__
+            what, known = type(getattr(module, str(members.act))).__name__, ", ".join(activations.ACTIVATIONS)
             raise ValueError(
-                f"activation of {type(module).__name__} is {what}, expected one of: {', '.join(activations.ACTIVATIONS)}; "
-                "name it in activation="
+                f"activation of {type(module).__name__} is {what}, expected one of: {known}; name it in activation="
             )
-        params = _checked_params(name, activation_params)
+        params = checked_params(name, activation_params)
         neurons = getattr(module._modules[members.down], "in_features", None)
-        limits = _checked_threshold(threshold, neurons), _checked_mean(skipped_mean, neurons)
+        limits = checked_threshold(threshold, neurons), checked_mean(skipped_mean, neurons)
         sparse = cls(module, members, name, own is not None, backend)
         sparse._buffers["activation_params"] = None if params is None else params.to(sparse._device())
         sparse._set(*limits)
@@ -133,7 +138,7 @@ class SparseGatedMLP(nn.Module):
             ValueError: a negative or NaN threshold, a mean that is not finite, or a wrong shape.
         """
         neurons = getattr(self._modules[self._members.down], "in_features", None)
-        self._set(_checked_threshold(threshold, neurons), _checked_mean(skipped_mean, neurons))
+        self._set(checked_threshold(threshold, neurons), checked_mean(skipped_mean, neurons))
         self._relayout()
 
     def to_dense(self) -> nn.Module:
@@ -168,11 +173,9 @@ class SparseGatedMLP(nn.Module):
             return self._forward_dense(x)
         members, children = self._members, self._modules
         gate, up, down = children[members.gate], children[members.up], children[members.down]
-        assert gate is not None and up is not None and down is not None
-        w_gate, b_gate = gate._parameters["weight"], gate._parameters["bias"]
-        w_up, b_up = up._parameters["weight"], up._parameters["bias"]
-        w_down, b_down = down._parameters["weight"], down._parameters["bias"]
-        assert w_gate is not None and w_up is not None and w_down is not None
+        w_gate, b_gate = _tensors(gate)
+        w_up, b_up = _tensors(up)
+        w_down, b_down = _tensors(down)
         if members.merged:
             neurons = w_down.shape[1]
             w_gate, w_up = w_gate[:neurons], w_gate[neurons:]
@@ -198,7 +201,11 @@ class SparseGatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         t = self.threshold
-        limit = f"{t.item():.4g}" if t.dim() == 0 and t.device.type != "meta" else f"({', '.join(map(str, t.shape))})"
+        limit = (
+            f"{t.item():.4g}"
+            if t.dim() == 0 and t.device.type != "meta"
+            else f"({', '.join(map(str, t.shape))})"
+        )
         mean = "" if self.skipped_mean is None else ", skipped_mean"
         return f"activation={self.activation!r}, threshold={limit}{mean}, backend={self.backend!r}"
 
@@ -206,7 +213,9 @@ class SparseGatedMLP(nn.Module):
         """Whether no child would be bypassed and the down weight lies neuron by neuron; ≈ 1 µs."""
         members, children, plain = self._members, self._modules, dense_gated_mlp.is_plain
         down = children[members.down]
-        if not (plain(children[members.gate]) and (members.merged or plain(children[members.up])) and plain(down)):
+        if not (
+            plain(children[members.gate]) and (members.merged or plain(children[members.up])) and plain(down)
+        ):
             return False
         if _has_any_global_hook():
             return False
@@ -214,7 +223,12 @@ class SparseGatedMLP(nn.Module):
             act = children.get(members.act)
             if type(act) is not self._act_type or (
                 act is not None
-                and (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks)
+                and (
+                    act._forward_hooks
+                    or act._forward_pre_hooks
+                    or act._backward_hooks
+                    or act._backward_pre_hooks
+                )
             ):
                 return False
         return _is_neuron_major(down._parameters["weight"])  # type: ignore[union-attr, arg-type]
@@ -271,7 +285,9 @@ class SparseGatedMLP(nn.Module):
     def _device(self) -> torch.device:
         """Where the thresholds live: with the weights, but never on meta, which would lose their values."""
         parameter = next(self.parameters(), None)
-        return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
+        return (
+            torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
+        )
 
     def _set(self, threshold: Tensor, mean: Tensor | None) -> None:
         device = self._device()
@@ -294,6 +310,12 @@ class SparseGatedMLP(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self._relayout()
         return self
+
+
+def _tensors(linear: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    """A plain layer's weight and bias, without the cost of attribute look-up in `nn.Module`."""
+    tensors: dict[str, Any] = linear._parameters  # type: ignore[union-attr]
+    return tensors["weight"], tensors["bias"]
 
 
 def _is_neuron_major(weight: Tensor) -> bool:
@@ -319,47 +341,3 @@ def _warn(module: SparseGatedMLP) -> None:
 # torch.compile then runs it while tracing and leaves it out of the graph. This is what
 # `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _checked_threshold(threshold: float | Tensor, neurons: int | None) -> Tensor:
-    expected = f"a number ≥ 0 or a tensor of shape () or (F,){'' if neurons is None else f' = ({neurons},)'}"
-    if isinstance(threshold, Tensor):
-        if not threshold.is_floating_point():
-            raise ValueError(f"threshold is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it")
-        if threshold.dim() != 0 and (threshold.dim() != 1 or neurons not in (None, threshold.shape[0])):
-            raise ValueError(f"threshold has shape {tuple(threshold.shape)}, expected {expected}")
-        value = threshold.detach().to("cpu", torch.float32)
-    elif isinstance(threshold, (int, float)) and not isinstance(threshold, bool):
-        value = torch.tensor(float(threshold), dtype=torch.float32, device="cpu")
-    else:
-        raise ValueError(f"threshold is {type(threshold).__name__}, expected {expected}")
-    if not bool((value >= 0).all()):
-        worst = "NaN" if bool(value.isnan().any()) else f"{value.min().item():g}"
-        raise ValueError(f"threshold is or contains {worst}, expected {expected} without negative values or NaN")
-    return value
-
-
-def _checked_mean(mean: Tensor | None, neurons: int | None) -> Tensor | None:
-    if mean is None:
-        return None
-    expected = f"a tensor of shape (F,){'' if neurons is None else f' = ({neurons},)'} or None"
-    if not isinstance(mean, Tensor) or not mean.is_floating_point():
-        what = f"a tensor of {mean.dtype}" if isinstance(mean, Tensor) else type(mean).__name__
-        raise ValueError(f"skipped_mean is {what}, expected {expected}, float32")
-    if mean.dim() != 1 or neurons not in (None, mean.shape[0]):
-        raise ValueError(f"skipped_mean has shape {tuple(mean.shape)}, expected {expected}")
-    value = mean.detach().to("cpu", torch.float32)
-    if not bool(value.isfinite().all()):
-        raise ValueError(f"skipped_mean contains NaN or inf, expected {expected} of finite values")
-    return value
-
-
-def _checked_params(activation: str, params: Tensor | None) -> Tensor | None:
-    names = activations.get(activation).params
-    if not names and params is None:
-        return None
-    if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
-        what = f"shape {tuple(params.shape)}" if isinstance(params, Tensor) else type(params).__name__
-        wanted = f"a tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
-        raise ValueError(f"activation_params is {what}, expected {wanted} for activation {activation!r}")
-    return params.detach().float()

@@ -1,0 +1,50 @@
+"""The MLP shapes of real models, as one table.
+
+Sizes are `hidden_size` (D), `intermediate_size` (F) and the activation of each model's public configuration file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SHAPES", "Shape", "get"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row: D model width, F MLP width, the model's activation, and whether the MLP has a gate."""
+
+    name: str
+    d: int
+    f: int
+    activation: str
+    gated: bool = True
+
+
+_ROWS = (
+    Shape("llama3-8b", 4096, 14336, "silu"),  # also Mistral 7B
+    Shape("llama3-70b", 8192, 28672, "silu"),
+    Shape("llama2-7b", 4096, 11008, "silu"),  # ProSparse and ReluLLaMA: the same sizes with relu
+    Shape("tinyllama-1.1b", 2048, 5632, "silu"),
+    Shape("qwen3-0.6b", 1024, 3072, "silu"),
+    Shape("qwen3-8b", 4096, 12288, "silu"),
+    Shape("smollm2-135m", 576, 1536, "silu"),
+    Shape("smollm2-1.7b", 2048, 8192, "silu"),
+    Shape("gemma2-2b", 2304, 9216, "gelu_tanh"),
+    Shape("gemma3-1b", 1152, 6912, "gelu_tanh"),
+    Shape("phi3-mini", 3072, 8192, "silu"),
+    Shape("vit-b", 768, 3072, "gelu", gated=False),
+    Shape("opt-1.3b", 2048, 8192, "relu", gated=False),
+    Shape("tiny", 64, 160, "silu"),  # no model: checks the benchmark itself
+)
+
+SHAPES: dict[str, Shape] = {row.name: row for row in _ROWS}
+"""Every shape by name."""
+
+
+def get(name: str) -> Shape:
+    """The shape called `name`; ValueError naming the known ones otherwise."""
+    try:
+        return SHAPES[name]
+    except KeyError:
+        raise ValueError(f"shape is {name!r}, expected one of: {', '.join(SHAPES)}") from None

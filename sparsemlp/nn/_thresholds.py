@@ -1,0 +1,58 @@
+"""Checks of thresholds, means and activation parameters, which are done once, before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsemlp import activations
+
+__all__ = ["checked_mean", "checked_params", "checked_threshold"]
+
+
+def checked_threshold(threshold: float | Tensor, neurons: int | None) -> Tensor:
+    expected = f"a number ≥ 0 or a tensor of shape () or (F,){'' if neurons is None else f' = ({neurons},)'}"
+    if isinstance(threshold, Tensor):
+        if not threshold.is_floating_point():
+            raise ValueError(
+                f"threshold is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it"
+            )
+        if threshold.dim() != 0 and (threshold.dim() != 1 or neurons not in (None, threshold.shape[0])):
+            raise ValueError(f"threshold has shape {tuple(threshold.shape)}, expected {expected}")
+        value = threshold.detach().to("cpu", torch.float32)
+    elif isinstance(threshold, (int, float)) and not isinstance(threshold, bool):
+        value = torch.tensor(float(threshold), dtype=torch.float32, device="cpu")
+    else:
+        raise ValueError(f"threshold is {type(threshold).__name__}, expected {expected}")
+    if not bool((value >= 0).all()):
+        worst = "NaN" if bool(value.isnan().any()) else f"{value.min().item():g}"
+        raise ValueError(
+            f"threshold is or contains {worst}, expected {expected} without negative values or NaN"
+        )
+    return value
+
+
+def checked_mean(mean: Tensor | None, neurons: int | None) -> Tensor | None:
+    if mean is None:
+        return None
+    expected = f"a tensor of shape (F,){'' if neurons is None else f' = ({neurons},)'} or None"
+    if not isinstance(mean, Tensor) or not mean.is_floating_point():
+        what = f"a tensor of {mean.dtype}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"skipped_mean is {what}, expected {expected}, float32")
+    if mean.dim() != 1 or neurons not in (None, mean.shape[0]):
+        raise ValueError(f"skipped_mean has shape {tuple(mean.shape)}, expected {expected}")
+    value = mean.detach().to("cpu", torch.float32)
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"skipped_mean contains NaN or inf, expected {expected} of finite values")
+    return value
+
+
+def checked_params(activation: str, params: Tensor | None) -> Tensor | None:
+    names = activations.get(activation).params
+    if not names and params is None:
+        return None
+    if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
+        what = f"shape {tuple(params.shape)}" if isinstance(params, Tensor) else type(params).__name__
+        wanted = f"a tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
+        raise ValueError(f"activation_params is {what}, expected {wanted} for activation {activation!r}")
+    return params.detach().float()
