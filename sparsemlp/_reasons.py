@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_not_in", "subclass"]
+__all__ = ["dtype_not_in"]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -21,10 +21,3 @@ def dtype_not_in(tensor: Tensor, allowed: Iterable[torch.dtype]) -> str | None:
         return None
     return f"computes {', '.join(map(_name, allowed))}, x is {_name(tensor.dtype)}"
 
-
-def subclass(tensors: Iterable[Tensor | None]) -> str | None:
-    """A tensor subclass (quantised, distributed …) whose memory a kernel must not read as plain numbers."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"needs plain tensors, got {type(tensor).__name__}"
-    return None

@@ -3,8 +3,8 @@
     python -m pytest tests/test_regression_benchmark.py --benchmark-only --benchmark-autosave
     python -m pytest tests/test_regression_benchmark.py --benchmark-only --benchmark-compare
 
-Without --benchmark-only the module is skipped, so a busy machine cannot fail the test suite. On a shared machine compare
-within a group (the dense peer is in each), not one day's milliseconds with another's.
+Without --benchmark-only the module is skipped, so a busy machine cannot fail the test suite. On a shared machine
+compare within a group (the dense peer is in each), not one day's milliseconds with another's.
 """
 
 from __future__ import annotations

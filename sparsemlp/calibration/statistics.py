@@ -187,13 +187,15 @@ class _Recorder:
         gate = getattr(module, members.gate)
         device = next((p.device for p in gate.parameters() if p.device.type != "meta"), torch.device("cpu"))
         self.layers[name] = LayerStatistics(sizes["intermediate_size"], device)
-        waiting: list[Tensor] = []
+        halves: dict[str, Tensor] = {}
 
-        def gate_hook(child: nn.Module, args: Any, out: Tensor) -> None:
-            waiting[:] = [out]
+        def half_hook(half: str) -> Callable[[nn.Module, Any, Tensor], None]:
+            def hook(child: nn.Module, args: Any, out: Tensor) -> None:
+                halves[half] = out
+                if len(halves) == 2:  # in whichever order the module calls them
+                    self._record(name, activation, params, halves.pop("gate"), halves.pop("up"))
 
-        def up_hook(child: nn.Module, args: Any, out: Tensor) -> None:
-            self._record(name, activation, params, waiting.pop(), out)
+            return hook
 
         def merged_hook(child: nn.Module, args: Any, out: Tensor) -> None:
             self._record(name, activation, params, *out.chunk(2, dim=-1))
@@ -202,8 +204,8 @@ class _Recorder:
             if members.merged:
                 stack.callback(gate.register_forward_hook(merged_hook).remove)
             else:
-                stack.callback(gate.register_forward_hook(gate_hook).remove)
-                stack.callback(getattr(module, members.up).register_forward_hook(up_hook).remove)
+                stack.callback(gate.register_forward_hook(half_hook("gate")).remove)
+                stack.callback(getattr(module, members.up).register_forward_hook(half_hook("up")).remove)
             if isinstance(module, SparseGatedMLP):
                 stack.enter_context(_running_dense(module))
             yield

@@ -49,6 +49,7 @@ def _perplexity(axis: Any, report: Report) -> None:
             label=method,
         )
     axis.set_yscale("log")
+    axis.set_ylim(bottom=0.93 * axis.get_ylim()[0])
     ticks = [
         v
         for v in (10, 15, 20, 25, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +49,27 @@ class Report:
     notes: list[str]
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> list[str]:
-    """Aligned lines: the first `text_columns` columns to the left, numbers to the right, two spaces between."""
+def format_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, groups: Mapping[int, str] | None = None
+) -> list[str]:
+    """Aligned lines: the first column to the left, the others to the right, two spaces between.
+
+    Args:
+        header: a name a column.
+        rows: the cells.
+        groups: labels in a line of their own, by the column that each begins above.
+    """
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
     for row in cells:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *padded[1:]]).rstrip())
+    above = ""
+    for column, label in sorted((groups or {}).items()):
+        start = sum(widths[:column]) + 2 * column + widths[column] - len(header[column])
+        above = above.ljust(start) + label
+    return [*([above] if above else []), lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def _percent(value: float | None, digits: int = 0) -> str:
@@ -69,9 +78,10 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 def _model_table(report: Report) -> list[str]:
     dtypes = list(report.rows[0].speeds)
-    header = ["method", "target", "sparsity", "perplexity", "/ dense"]
+    header, groups = ["method", "target", "sparsity", "perplexity", "/ dense"], {}
     for dtype in dtypes:
-        header += [f"{dtype}: MLP ms", "×", "tok/s", "×"]
+        groups[len(header)] = f"decoding in {dtype}"
+        header += ["MLP ms", "×", "tok/s", "×"]
     dense, rows = report.rows[0], []
     for row in report.rows:
         cells = [row.method, _percent(row.target), _percent(row.sparsity, 1) if row is not dense else "–"]
@@ -81,7 +91,7 @@ def _model_table(report: Report) -> list[str]:
             cells += [f"{speed.mlp_ms:.2f}", f"{base.mlp_ms / speed.mlp_ms:.2f}"]
             cells += [f"{speed.tokens_per_second:.1f}", f"{base.ms / speed.ms:.2f}"]
         rows.append(cells)
-    return format_table(header, rows)
+    return format_table(header, rows, groups=groups)
 
 
 def _stack_name(point: StackPoint) -> str:
@@ -96,9 +106,10 @@ def _stack_dense(points: list[StackPoint], point: StackPoint) -> StackPoint:
 
 def _stack_table(report: Report) -> list[str]:
     dtypes = list(report.stacks)
-    header = ["MLP", "target", "sparsity"]
+    header, groups = ["MLP", "target", "sparsity"], {}
     for dtype in dtypes:
-        header += [f"{dtype}: ms/layer", "×", "tok/s"]
+        groups[len(header)] = dtype
+        header += ["ms/layer", "×", "tok/s"]
     rows = []
     for i, point in enumerate(report.stacks[dtypes[0]]):
         cells = [
@@ -111,7 +122,7 @@ def _stack_table(report: Report) -> list[str]:
             cells += [f"{here.ms:.2f}", f"{_stack_dense(report.stacks[dtype], here).ms / here.ms:.2f}"]
             cells += [f"{1000 / (STACK_LAYERS * here.ms):.2f}"]
         rows.append(cells)
-    return format_table(header, rows)
+    return format_table(header, rows, groups=groups)
 
 
 def table_text(report: Report) -> str:
@@ -220,6 +231,7 @@ def plot(report: Report, path: Path) -> None:
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         drawing = Figure(figsize=(13.5, 4.6), dpi=110, layout="constrained")
         FigureCanvasAgg(drawing)
+        drawing.get_layout_engine().set(w_pad=0.15)  # type: ignore[union-attr]
         figure.draw(drawing, report)
         stream = io.BytesIO()
         drawing.savefig(stream, format="png")

@@ -29,7 +29,9 @@ _hidden = torch.ops.sparsemlp._gated_mlp_hidden_native.default
 
 def _dense32(t: Tensor | None) -> Tensor | None:
     """A float32 argument as the kernel reads it: contiguous."""
-    return None if t is None else t.float().contiguous()
+    if t is None or (t.dtype is torch.float32 and t.is_contiguous()):
+        return t
+    return t.float().contiguous()
 
 
 def forward(
@@ -58,18 +60,20 @@ def forward(
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
     act, isa = activations.native_id(activation), _native.isa()
-    threshold, params = threshold.float().contiguous(), _dense32(activation_params)
+    limit, params = _dense32(threshold), _dense32(activation_params)
     mean, token_scale, skipped_out = _dense32(skipped_mean), _dense32(token_scale), _dense32(skipped_out)
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
 
     def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
         return _fused(
-            tokens, w_gate, w_up, w_down_t, threshold, scale, mean, skipped_out, b_gate, b_up, b_down, params, act, isa
+            tokens, w_gate, w_up, w_down_t, limit, scale, mean, skipped_out, b_gate, b_up, b_down, params, act, isa
         )
 
     if x.shape[0] <= MAX_FUSED_TOKENS:
         return fused(x, token_scale)
     pre, up = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
-    h = _hidden(pre, up, threshold, token_scale, mean, params, act, isa)
+    h = _hidden(pre, up, limit, token_scale, mean, params, act, isa)
     out = F.linear(h, w_down_t.t(), _sum(b_down, skipped_out, x.dtype))
     bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
     if bool(bad.any()):  # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart
