@@ -16,7 +16,7 @@ from benchmarks.registry import Entry
 from benchmarks.report import Result, Row
 from benchmarks.shapes import Shape
 from benchmarks.timing import Interval, Timed, interleave, median_interval, paired_ratio, quantile
-from sparsemlp.ops._gated_mlp_native import MAX_FUSED_TOKENS
+from sparsemlp.ops._gated_mlp_native import CHUNK
 
 __all__ = ["DTYPES", "Case", "build", "measure", "own_name"]
 
@@ -112,7 +112,7 @@ def measure(case: Case, work: GatedMlp, say: Callable[[str], None] = lambda line
         samples = interleave([read, *(_timed(name, peer, work) for name, peer in peers.items())], case.rounds)
         densities = work.densities({p.sparsity: p.seen for p in peers.values() if p.sparsity is not None})
     chosen, reason = machine.backend(case.entry.name, work.fresh()[0])
-    skips = chosen == "native" and case.tokens <= MAX_FUSED_TOKENS
+    skips = chosen == "native" and case.tokens <= CHUNK
     dense_names = [name for name, peer in peers.items() if peer.sparsity is None]
     best = min(dense_names, key=lambda name: quantile(samples[name], 0.5))
     baselines = {"eager": dense_names[0], "best_dense": best, "own_0": own_name(0)}

@@ -153,13 +153,11 @@ def _print_bench(args: argparse.Namespace, results: list[dict[str, Any]], tokens
     print(f"{args.model}, {args.dtype}; {where['cpu']}, {where['threads']} threads, kernels: {where['isa']}")
     header = ("model", "sparsity", "perplexity", "MLP ms/token", "×", "tok/s", "×")
     print("\n".join(format_table(header, rows)))
-    print(
-        f"perplexity on {tokens:,} tokens"
-        if tokens
-        else "no --text: sparsity on a short continuation, no perplexity",
-        "; × faster than dense; medians of decoding at batch 1, all rows in turns",
-        sep="",
-    )
+    print("× faster than dense; medians of greedy decoding at batch 1, all rows in turns")
+    if tokens:
+        print(f"sparsity and perplexity on {tokens:,} tokens of the text")
+    else:
+        print("no --text: sparsity on a short continuation, no perplexity")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -273,7 +271,8 @@ def _continuation(model: PreTrainedModel, prompt: Tensor, tokens: int) -> Tensor
 
     with torch.inference_mode():
         generate: Any = model.generate
-        return generate(prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        mask = torch.ones_like(prompt)
+        return generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 
 COMMANDS = {"calibrate": _calibrate, "bench": _bench, "info": _info, "demo": _demo}

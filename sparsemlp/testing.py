@@ -68,7 +68,9 @@ def assert_within_budget(
         flips: what entries at the threshold may add, float64, broadcastable to truth; see `flip_budget`.
         what: the result's name in the message.
     """
-    assert actual.shape == truth.shape, f"{what} has shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
+    assert actual.shape == truth.shape, (
+        f"{what} has shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
+    )
     if truth.numel() == 0:
         return
     allowed = torch.full_like(truth, budget(peers, truth, actual.dtype))
@@ -81,7 +83,9 @@ def assert_within_budget(
     good = close | overflowed | (wide.isnan() & truth.isnan())
     if bool(good.all()):
         return
-    excess = torch.where(good, torch.zeros_like(truth), ((wide - truth).abs() - allowed).nan_to_num(torch.inf))
+    excess = torch.where(
+        good, torch.zeros_like(truth), ((wide - truth).abs() - allowed).nan_to_num(torch.inf)
+    )
     where = tuple(i.item() for i in torch.unravel_index(excess.argmax(), truth.shape))
     raise AssertionError(
         f"{what}: {int((~good).sum())} of {good.numel()} entries outside the budget; worst at {where}: "

@@ -193,7 +193,11 @@ class Truth:
 
         self.sample = sample
         d = sample.x.shape[-1]
-        self.x = sample.x.double().reshape(-1, d) if d else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
+        self.x = (
+            sample.x.double().reshape(-1, d)
+            if d
+            else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
+        )
         self.pre = F.linear(self.x, sample.w_gate.double(), wide("b_gate"))
         self.up = F.linear(self.x, sample.w_up.double(), wide("b_up"))
         params = wide("activation_params")
@@ -208,7 +212,9 @@ class Truth:
         self.limit = limit
         self.kept = ~(self.act.abs() < limit)
         self.active = self.kept if self.mean is not None else self.kept & (self.act != 0)
-        self.hidden = torch.where(self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0)
+        self.hidden = torch.where(
+            self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0
+        )
         down = torch.where(self.active.any(0)[:, None], sample.w_down_t.double(), 0.0)
         self.out = self.hidden @ down
         for name in ("b_down", "skipped_out"):
@@ -224,7 +230,10 @@ class Truth:
         g = torch.Generator().manual_seed(0)
         out = []
         for _ in range(count):
-            d, f = torch.randperm(s.w_gate.shape[1], generator=g), torch.randperm(s.w_gate.shape[0], generator=g)
+            d, f = (
+                torch.randperm(s.w_gate.shape[1], generator=g),
+                torch.randperm(s.w_gate.shape[0], generator=g),
+            )
             x = self.x.to(dtype)[:, d]
 
             def bias(name: str, order: Tensor | None) -> Tensor | None:
@@ -290,7 +299,14 @@ def _routing() -> list[Case]:
 
 def _means() -> list[Case]:
     return [
-        Case(f"{mean}-{b}-{density}-{scale}-T{tokens}", tokens=tokens, mean=mean, density=density, scale=scale, biases=b)
+        Case(
+            f"{mean}-{b}-{density}-{scale}-T{tokens}",
+            tokens=tokens,
+            mean=mean,
+            density=density,
+            scale=scale,
+            biases=b,
+        )
         for mean, b in (("mean", ""), ("mean+out", ""), ("mean+out", "gud"))
         for density, scale in ((0.5, ""), (0, ""), (0, "one_zero"), ("neurons", "varied"), (1, ""))
         for tokens in (1, 4, 34)
@@ -305,7 +321,12 @@ def _layouts() -> list[Case]:
         for x in ("guarded", "end", "columns", "strided", "repeated", "leading", "swapped")
         for t in (2, 6, 34)
     ]
-    return [*weights, *xs, Case("x-vector", tokens=1, x="vector"), Case("x-vector-mean", tokens=1, x="vector", mean="mean")]
+    return [
+        *weights,
+        *xs,
+        Case("x-vector", tokens=1, x="vector"),
+        Case("x-vector-mean", tokens=1, x="vector", mean="mean"),
+    ]
 
 
 def _biases() -> list[Case]:
@@ -319,7 +340,16 @@ def _biases() -> list[Case]:
 
 def _wide() -> list[Case]:
     """Several slots of neurons, and more active ones than a slot's batch holds."""
-    sizes = ((1, 320, 513), (9, 576, 257), (32, 130, 700), (1, 2, 35000), (7, 8, 6000), (32, 48, 1500), (32, 64, 7000), (33, 200, 400))
+    sizes = (
+        (1, 320, 513),
+        (9, 576, 257),
+        (32, 130, 700),
+        (1, 2, 35000),
+        (7, 8, 6000),
+        (32, 48, 1500),
+        (32, 64, 7000),
+        (33, 200, 400),
+    )
     return [
         Case(f"wide-{t}-{d}-{f}-{density}", tokens=t, d=d, f=f, density=density, biases=biases)
         for t, d, f in sizes

@@ -120,13 +120,17 @@ def test_nan_stays_nan_and_dtype_stays(row: Activation, dtype: torch.dtype) -> N
 def test_half_precision_is_rounded_once(row: Activation, dtype: torch.dtype) -> None:
     p = (torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     small = params(row, torch.float32)
-    assert torch.equal(activations.apply(p, row.name, small), activations.apply(p.float(), row.name, small).to(dtype))
+    assert torch.equal(
+        activations.apply(p, row.name, small), activations.apply(p.float(), row.name, small).to(dtype)
+    )
 
 
 def test_jsrelu_does_not_cancel_near_zero() -> None:
     p = torch.tensor([1e-6, 1e-4, 1e-3])
     exact = p.double() + p.double() ** 2 / 2
-    assert ((activations.apply(p, "jsrelu").double() - exact) / exact).abs().max() <= torch.finfo(torch.float32).eps
+    assert ((activations.apply(p, "jsrelu").double() - exact) / exact).abs().max() <= torch.finfo(
+        torch.float32
+    ).eps
 
 
 def test_weird_has_the_papers_zero() -> None:
@@ -142,7 +146,11 @@ def test_zero_at_negative_is_true(row: Activation) -> None:
     """The flag is exactly: φ(p) = 0 for every p ≤ 0, whatever the parameters."""
     p = -torch.logspace(-6, 2, 50, dtype=torch.float64)
     p = torch.cat([p, torch.zeros(1, dtype=torch.float64)])
-    variants = [None] if not row.params else [torch.full((len(row.params),), v, dtype=torch.float64) for v in (-1.5, 0.3)]
+    variants = (
+        [None]
+        if not row.params
+        else [torch.full((len(row.params),), v, dtype=torch.float64) for v in (-1.5, 0.3)]
+    )
     always = all(bool((activations.apply(p, row.name, v) == 0).all()) for v in variants)
     assert row.zero_at_negative == always
 

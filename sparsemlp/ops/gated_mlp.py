@@ -106,9 +106,9 @@ def gated_mlp(
             unknown activation, indicator or backend; the message names it. The values of a threshold tensor are
             checked by the CPU kernels and the CPU reference only; elsewhere a NaN or negative one keeps the neuron.
         BackendUnavailableError: the backend named cannot compute this call.
-    Numerics: float32 accumulation. For T ≤ 32 tokens the native kernel decides on unrounded float32 values and a
-        token's result is the same bits whatever its batch mates are (at a given thread count); above, and in the
-        reference, p and u are rounded once to x's dtype and decided from there. Exact zeros are skipped, so for the
+    Numerics: float32 accumulation. For few tokens (bfloat16: 32, float32: 128, float16: any) the native kernel
+        decides on unrounded float32 values and a token's result is the same bits whatever its batch mates are (at a
+        given thread count); above, and in the reference, p and u are rounded once to x's dtype and decided from there. Exact zeros are skipped, so for the
         ReLU family at threshold 0 the result is the dense MLP's up to summation order. A skipped neuron adds nothing
         even where its rows hold inf or NaN (in the differentiable composition its down row does, as in the dense MLP).
     Source: CATS (Lee et al.), SATS; mean compensation and token scale as in docs/ops/gated_mlp.md.
