@@ -22,7 +22,7 @@ VENV := .venv$(if $(filter $(PIN),$(TORCH)),,-$(TORCH))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 PINNED := -c requirements/constraints.txt -c $(VENV)/torch.txt
-CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0
+CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 20
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
 
 .PHONY: demo test test-full bench lint readme clean distclean
@@ -71,7 +71,7 @@ $(VENV)/.ready-$(TORCH): requirements/constraints.txt
 # The package first, without its kernels; then the kernels in place, where ninja keeps the objects: after an edit only
 # the edited file is compiled again.
 $(VENV)/.installed: $(VENV)/.ready-$(TORCH) setup.py pyproject.toml
-	CXX=none $(PIP) install --no-build-isolation --no-deps -e .
+	PYTHONWARNINGS=ignore CXX=none $(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed setup.py $(NATIVE)

@@ -23,7 +23,8 @@ CXX_FLAGS = [
     "-std=c++20",
     "-fvisibility=hidden",
     "-Wall",
-    "-Wno-maybe-uninitialized",  # GCC 12 reports it falsely from inside the AVX-512 headers
+    "-Wno-maybe-uninitialized",  # GCC 12 reports both falsely from inside the AVX-512 headers
+    "-Wno-uninitialized",
     "-DTORCH_STABLE_ONLY",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",  # one library for PyTorch 2.11 and later
     f"-ffile-prefix-map={ROOT.resolve()}=.",  # no build folder inside what is installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import re
 import subprocess
@@ -13,7 +14,7 @@ import torch
 import sparsemlp
 from sparsemlp import _env, _native
 
-__all__ = ["backend", "commit", "cpu", "device", "isa"]
+__all__ = ["Neighbours", "backend", "commit", "cpu", "device", "isa"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +40,34 @@ def device(threads: int) -> str:
     """The results folder of this machine, e.g. `amd-epyc-family-25-model-17_2-threads`."""
     slug = re.sub(r"[^a-z0-9]+", "-", cpu().lower()).strip("-")
     return f"{slug}_{threads}-thread{'' if threads == 1 else 's'}"
+
+
+class Neighbours:
+    """How busy everybody else kept the CPUs since this object was made (Linux; 0 elsewhere).
+
+    Other processes, and time stolen by other virtual machines. Threads of a process that must share its cores wait for
+    one another at every barrier, so this hurts alternatives unequally: not even ratios are fair then.
+    """
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._start = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds of all CPUs: in total, busy, and busy for this process."""
+        try:
+            ticks = [int(field) for field in self._stat.read_text().splitlines()[0].split()[1:9]]
+        except (OSError, ValueError, IndexError):
+            return 0.0, 0.0, 0.0
+        second = os.sysconf("SC_CLK_TCK")
+        idle = ticks[3] + ticks[4]  # idle and waiting for input
+        mine = os.times()
+        return sum(ticks) / second, (sum(ticks) - idle) / second, mine.user + mine.system
+
+    def share(self) -> float:
+        """The fraction of all CPU time since then that others used, 0 to 1."""
+        total, busy, mine = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        return min(1.0, max(0.0, (busy - mine) / total)) if total > 0 else 0.0
 
 
 def isa() -> str:

@@ -22,6 +22,7 @@ __all__ = ["DTYPES", "Case", "build", "measure", "own_name"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NOISY = 0.10
+_BUSY = 0.05
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def measure(case: Case, work: GatedMlp, say: Callable[[str], None] = lambda line
         peers = _peers(case, work, say)
         read, read_name, read_bytes = bandwidth.reader()
         say(f"timing {case.rounds} rounds of {len(peers) + 1} alternatives …")
+        neighbours = machine.Neighbours()
         samples = interleave([read, *(_timed(name, peer, work) for name, peer in peers.items())], case.rounds)
+        others = neighbours.share()
         densities = work.densities({p.sparsity: p.seen for p in peers.values() if p.sparsity is not None})
     chosen, reason = machine.backend(case.entry.name, work.fresh()[0])
     skips = chosen == "native" and case.tokens <= CHUNK
@@ -122,7 +125,7 @@ def measure(case: Case, work: GatedMlp, say: Callable[[str], None] = lambda line
         read_all = density is None or not skips
         size = float(work.bytes_dense) if read_all else work.bytes_read(density.union)  # type: ignore[union-attr]
         rows.append(_row(name, peer, density, size, samples, read_bytes, baselines))
-    return Result(_facts(case, work, samples, peers[best].label, read_name, chosen, reason), rows)
+    return Result(_facts(case, work, samples, peers[best].label, read_name, chosen, reason, others), rows)
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float]:
@@ -179,6 +182,7 @@ def _facts(
     read_name: str,
     chosen: str,
     reason: str,
+    others: float,
 ) -> dict[str, str | int | float]:
     noise = {}
     for name in (bandwidth.NAME, case.entry.dense[0].name):
@@ -204,7 +208,8 @@ def _facts(
         "read_with": read_name,
         "noise_read": noise[bandwidth.NAME],
         "noise_eager": noise[case.entry.dense[0].name],
-        "shared_machine": "yes" if max(noise.values()) > _NOISY else "no",
+        "others_cpu": others,
+        "shared_machine": "yes" if max(noise.values()) > _NOISY or others > _BUSY else "no",
         "cpu": machine.cpu(),
         "huge_pages": bandwidth.page_mode(),
         "torch": torch.__version__,

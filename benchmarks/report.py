@@ -137,9 +137,15 @@ def table(result: Result) -> str:
     if f["backend"] == "reference":
         lines.append(f"NOTE: no fast kernel was timed, the reference computed ({f['backend_reason']})")
     if f["shared_machine"] == "yes":
+        others = float(f["others_cpu"])
         lines.append(
             f"NOTE: a shared or unsteady machine (p20–p80 spread {float(f['noise_read']):.0%} of the read, "
-            f"{float(f['noise_eager']):.0%} of PyTorch): trust ratios, not single times"
+            f"{float(f['noise_eager']):.0%} of PyTorch; others used {others:.0%} of the CPUs): "
+            + (
+                "not even the ratios are fair, run again"
+                if others > 0.10
+                else "trust ratios, not single times"
+            )
         )
     if f["leaves_cache"] == "no":
         lines.append(

@@ -4,9 +4,25 @@ Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` for the oper
 `sparsemlp.calibrate` for thresholds, and `sparsemlp.integrations.transformers` for Hugging Face models.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from sparsemlp._op import BackendUnavailableError
 from sparsemlp.ops import gated_mlp
 
+if TYPE_CHECKING:
+    from sparsemlp.calibration import Plan, calibrate
+
 __version__ = "0.1.0"
 
-__all__ = ["BackendUnavailableError", "__version__", "gated_mlp"]
+__all__ = ["BackendUnavailableError", "Plan", "__version__", "calibrate", "gated_mlp"]
+
+
+def __getattr__(name: str) -> Any:
+    """Calibration is imported on first use: inference needs none of it."""
+    if name in ("Plan", "calibrate"):
+        from sparsemlp import calibration
+
+        return getattr(calibration, name)
+    raise AttributeError(f"module 'sparsemlp' has no attribute {name!r}")

@@ -210,7 +210,9 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         return data.load_model(folder, dtype), data.load_tokenizer(folder)
     except data.DemoDataError as error:
         raise InputError(str(error)) from None
-    except Exception as error:  # the loaders of three libraries raise a dozen types for a bad folder
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a dozen types from three libraries, and the panics of a Rust one
         raise InputError(
             f"MODEL_DIR {folder} cannot be loaded as a causal language model with safetensors weights and a "
             f"tokenizer: {_line(error)}"

@@ -1,4 +1,4 @@
-"""Which backends a conformance test runs with: all the operator has, so that a new one is tested without being named."""
+"""Which backends a conformance test runs with: all the operator has, so that a new one is tested unnamed."""
 
 from __future__ import annotations
 

@@ -357,7 +357,34 @@ def _wide() -> list[Case]:
     ]
 
 
-CASES = [*_sizes(), *_wide(), *_activations(), *_densities(), *_routing(), *_means(), *_layouts(), *_biases()]
+def _many() -> list[Case]:
+    """More tokens than any fused kernel takes at once, whatever the dtype's limit is."""
+    return [
+        Case("many-plain", tokens=130, density=0.5),
+        Case("many-dense", tokens=130, density=1, biases="gud"),
+        Case("many-none", tokens=129, density=0),
+        Case("many-neurons", tokens=300, density="some_inf", scale="one_zero", biases="gu"),
+        Case("many-mean", tokens=130, density="neurons", mean="mean", scale="alternate", biases="d"),
+        Case("many-mean+out", tokens=130, density=0, mean="mean+out", scale="varied"),
+        Case("many-relu2", tokens=257, activation="relu2", density=1, d=31, f=33),
+        Case("many-weird", tokens=130, activation="weird", x="strided", weights="interleaved"),
+        Case("many-columns", tokens=130, x="columns", weights="triple"),
+        Case("many-no-neurons", tokens=130, f=0, biases="d"),
+        Case("many-no-width", tokens=130, d=0),
+    ]
+
+
+CASES = [
+    *_sizes(),
+    *_wide(),
+    *_many(),
+    *_activations(),
+    *_densities(),
+    *_routing(),
+    *_means(),
+    *_layouts(),
+    *_biases(),
+]
 """Every case; names are unique."""
 
 assert len({case.name for case in CASES}) == len(CASES), "two cases of one name"

@@ -1,22 +1,21 @@
-"""The benchmark's own claims: fresh masks, paired ratios, a gate that holds, files written whole."""
+"""The benchmark's own claims: fresh masks, paired ratios, bytes, files written whole."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import bandwidth, gate, machine, measure, plot, registry, report, run, shapes, targets, timing
-from benchmarks.gated_mlp import GatedMlp, dense_mlp, layers_beyond_cache
+from benchmarks import bandwidth, gate, machine, measure, plot, registry, report, shapes, timing
+from benchmarks.gated_mlp import GatedMlp, layers_beyond_cache
 
 SMALL = shapes.Shape("small", 96, 640, "silu")
-KERNEL = "faster"
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +249,19 @@ def test_bytes_of_a_path_that_reads_everything(skips: bool, monkeypatch: pytest.
     assert ("not built" in report.table(result)) is not skips
 
 
+@pytest.mark.parametrize(
+    ("others", "words"), [(0.07, "trust ratios"), (0.4, "not even the ratios"), (0.0, None)]
+)
+def test_neighbours_are_pointed_out(
+    others: float, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.Neighbours, "share", lambda self: others)
+    monkeypatch.setattr(measure, "_NOISY", float("inf"))
+    table = report.table(measure.measure(case(), measure.build(case())))
+    assert ("NOTE: a shared" in table) is (words is not None)
+    assert words is None or words in table
+
+
 def test_few_layers_are_pointed_out() -> None:
     result = measure.measure(case(rounds=1), measure.build(case()))
     assert result.facts["leaves_cache"] == "no"
@@ -286,6 +298,18 @@ def test_device_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machine, "cpu", lambda: "Intel Xeon Platinum 8480+")
     assert machine.device(2) == "intel-xeon-platinum-8480_2-threads"
     assert machine.device(1) == "intel-xeon-platinum-8480_1-thread"
+
+
+def test_what_others_use_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
+    mine = [0.0]
+    monkeypatch.setattr(machine.os, "times", lambda: SimpleNamespace(user=mine[0], system=0.0))
+    stat = _text(tmp_path / "stat", "cpu  1000 0 0 5000 0 0 0 0 0 0\n")
+    neighbours = machine.Neighbours(stat)
+    stat.write_text("cpu  1500 0 0 5400 0 0 0 100 0 0\n")  # 10 s: 5 busy, 4 idle, 1 stolen
+    mine[0] = 2.0
+    assert neighbours.share() == pytest.approx(0.4)
+    assert machine.Neighbours(tmp_path / "none").share() == 0.0
 
 
 # Files
@@ -350,192 +374,3 @@ def test_plot_is_drawn_from_a_stored_result(tmp_path: Path) -> None:
     report.write_csv(measure.measure(case(), measure.build(case())), path)
     plot.draw(report.read_csv(path), tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-# The gate and the command line
-
-TINY = [
-    "--shape",
-    "tiny",
-    "--layers",
-    "2",
-    "--rounds",
-    "1",
-    "--no-compile",
-    "--threads",
-    "1",
-    "--sparsity",
-    "90",
-]
-
-
-def _gated_by(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    entry = dataclasses.replace(registry.get("gated_mlp"), conformance=gate.Conformance(str(path), KERNEL))
-    monkeypatch.setitem(registry.ENTRIES, "gated_mlp", entry)
-
-
-@pytest.mark.parametrize(
-    ("body", "what"),
-    [
-        (f"def test_{KERNEL}(): assert False\ndef test_other(): pass\n", "1 failed"),
-        ("def test_other(): pass\n", "1 deselected"),
-        ("this is no python\n", "1 error"),
-        (None, "no tests ran"),
-    ],
-)
-def test_nothing_is_reported_on_a_red_gate(
-    body: str | None,
-    what: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "test_red.py"
-    if body is not None:
-        path.write_text(body)
-    _gated_by(monkeypatch, path)
-    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("timed a kernel whose tests are red"))
-    assert run.main([*TINY, "--out", str(tmp_path / "out")]) == 1
-    captured = capsys.readouterr()
-    last = captured.err.strip().splitlines()[-1]
-    assert "gated_mlp: no result is reported" in last
-    assert what in last
-    assert captured.out == ""
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_green_gate_lets_the_result_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _gated_by(monkeypatch, _text(tmp_path / "test_green.py", f"def test_{KERNEL}(): pass\n"))
-    assert run.main([*TINY, "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "1 passed" in out.splitlines()[0]
-    (path,) = (tmp_path / "out").rglob("*.csv")
-    assert path.parent.name == machine.device(1)
-    assert path.name == "gated_mlp_tiny_bf16_t1.csv"
-    assert report.read_csv(path).facts["status"] == "verified"
-    assert path.with_suffix(".png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
-
-
-def test_unverified_results_stay_out_of_the_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    assert run.main([*TINY, "--no-gate"]) == 0
-    assert "unverified" in capsys.readouterr().out
-    assert not list(tmp_path.rglob("*.csv"))
-    with pytest.raises(SystemExit) as stop:
-        run.main([*TINY, "--no-gate", "--out", str(tmp_path / "results" / "sub")])
-    assert stop.value.code == 2
-    assert "unverified numbers do not belong there" in capsys.readouterr().err
-    assert run.main([*TINY, "--no-gate", "--out", str(tmp_path / "else")]) == 0
-    (path,) = (tmp_path / "else").rglob("*.csv")
-    assert report.read_csv(path).facts["status"] == "unverified"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape", "llama9"], "shape is 'llama9'"),
-        (["--shape", "vit-b"], "does not fit gated_mlp"),
-        (["--activation", "fatrelu"], "has parameters"),
-        (["--activation", "tanh"], "activation is 'tanh'"),
-        (["--sparsity", "50,x"], "no list of percentages"),
-        (["--sparsity", "100"], "outside"),
-        (["--tokens", "0"], "whole number above 0"),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-# Targets
-
-
-def _results(factor: float) -> dict[tuple[str, int], report.Result]:
-    """Results that pass every target by `factor`."""
-    results = {}
-    for dtype, tokens, sparsities in targets.CASES:
-        rows = []
-        for s in sparsities:
-            name = measure.own_name(s)
-            mine = [t for t in targets.TARGETS if (t.dtype, t.tokens) == (dtype, tokens)]
-            wanted = {t.key: t.must for t in mine if t.alternative in (name, "own")}
-            ms = wanted.pop("p50_ms", 1.0) / factor
-            numbers = {key: value * factor for key, value in wanted.items()}
-            rows.append(_row(name, ms, **{"share_of_read": 1.0, **numbers}))
-        results[dtype, tokens] = report.Result({}, rows)
-    return results
-
-
-def test_targets_pass_and_fail_by_their_musts() -> None:
-    text, reached = targets.evaluate(_results(1.01))
-    assert reached
-    assert "FAIL" not in text
-    text, reached = targets.evaluate(_results(0.99))
-    assert not reached
-    assert text.count("FAIL") == len(targets.TARGETS)
-    text, _ = targets.evaluate(_results(2.0))
-    assert text.count("aim reached") == sum(t.aim is not None for t in targets.TARGETS)
-
-
-def test_the_worst_share_of_all_sparsities_counts() -> None:
-    results = _results(1.01)
-    rows = results["bf16", 1].rows
-    rows[2] = dataclasses.replace(rows[2], share_of_read=0.5)
-    text, reached = targets.evaluate(results)
-    assert not reached
-    (line,) = (line for line in text.splitlines() if "FAIL" in line)
-    assert rows[2].alternative in line
-
-
-def test_targets_mode_measures_its_own_cases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _gated_by(monkeypatch, _text(tmp_path / "test_green.py", f"def test_{KERNEL}(): pass\n"))
-    code = run.main([*TINY, "--targets", "--out", str(tmp_path / "out")])
-    out = capsys.readouterr().out
-    assert code == int("FAIL" in out)
-    names = sorted(path.name for path in (tmp_path / "out").rglob("targets/*.csv"))
-    assert names == sorted(f"gated_mlp_tiny_{dtype}_t{tokens}.csv" for dtype, tokens, _ in targets.CASES)
-
-
-# The compiled peer
-
-
-def test_no_compiler_is_one_sentence() -> None:
-    from benchmarks.compiled import compile_dense
-
-    def broken(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        raise OSError("no compiler\nand more")
-
-    with pytest.raises(RuntimeError, match=r"^torch\.compile is left out .*") as error:
-        compile_dense(broken, [(torch.zeros(1),) * 3], lambda: [torch.zeros(1)])
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_compiled_peer_is_compiled_for_every_layer_and_right() -> None:
-    """More layers than Dynamo's recompilation limit: a layer beyond it would silently run eagerly."""
-    from torch._dynamo.utils import counters
-
-    from benchmarks.compiled import SETTINGS, compile_dense
-
-    work = GatedMlp(SMALL, torch.float32, 1, "silu", layers=10)
-    weights = [(w.w_gate, w.w_up, w.w_down) for w in work.layers]
-    counters.clear()
-    with torch.inference_mode():
-        frozen = {name: s for name, s in SETTINGS.items() if s}
-        compiled = compile_dense(dense_mlp("silu"), weights, work.fresh, frozen)
-        assert counters["stats"]["unique_graphs"] == len(weights)
-        assert not counters["recompile_limit"]
-        for i, x in enumerate(work.fresh()):
-            expected = dense_mlp("silu")(x, *weights[i])
-            torch.testing.assert_close(compiled.call(i, x), expected)
-        assert counters["stats"]["unique_graphs"] == len(weights)

@@ -71,6 +71,8 @@ def test_counts_at_edges_are_exact(values: list[float], parts: int) -> None:
     for edge in cumulative.edges[[0, 1, 30, 100, -1]]:
         if edge > 0:
             assert float(cumulative.count_below(edge[None])) == int((a.abs().double() < edge).sum())
+    if cumulative.edges[0] > 0:  # below the window only exact zeros count
+        assert float(cumulative.count_below(cumulative.edges[:1] / 2)) == int((a == 0).sum())
     top = cumulative.edges[-1]
     assert float(a.abs().max()) < float(top) or float(a.abs().max()) == 0
 
@@ -275,6 +277,9 @@ def test_infinite_threshold_only_where_u_is_always_zero() -> None:
     u[:, 2] = (100 * u[:, 2]).where(a[:, 2].abs() > 1, 0)  # zero wherever it is skipped, but not always
     layer = statistics_of(a, u).plan(0.5, "upaware").layers["mlp"]
     assert layer.threshold.isinf().tolist() == [False, True, False, False]
+    for rounds in (0, 1, 3):
+        threshold = upaware.thresholds(layer_of(a, u), 0.5, rounds=rounds)
+        assert threshold.isinf().tolist() == [False, True, False, False]
     assert layer.skipped_mean[1] == 0
     assert layer.sparsity == pytest.approx(0.5, abs=1e-6)
     everywhere = statistics_of(a, torch.zeros_like(u)).plan(0.5, "upaware").layers["mlp"]
@@ -286,6 +291,7 @@ def test_infinite_threshold_only_where_u_is_always_zero() -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_hidden_error_is_the_energy_lost(mean: bool) -> None:
     a, u = correlated(20000, 16)
+    u = u.abs()  # far from mean 0, so that the means matter
     layer = statistics_of(a, u).plan(0.5, "upaware", mean=mean).layers["mlp"]
     h, skip = (a * u).double(), a.abs() < layer.threshold
     replaced = layer.skipped_mean.double() if mean else 0.0

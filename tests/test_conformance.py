@@ -19,7 +19,7 @@ from tests.cases import CASES, DTYPES, Case, Sample, Truth, build
 EVERY_BACKEND = pytest.mark.parametrize("backend", backends(OP))
 NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
-FEW_AND_MANY = pytest.mark.parametrize("tokens", [1, 4, 40])
+FEW_AND_MANY = pytest.mark.parametrize("tokens", [1, 4, 40, 130])
 
 
 def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_float64(case: Case, backend: str) -> None:
 
 @EVERY_BACKEND
 @EVERY_DTYPE
-@pytest.mark.parametrize("tokens", [24, 40])
+@pytest.mark.parametrize("tokens", [24, 40, 130])
 def test_a_threshold_one_percent_off_fails(dtype: torch.dtype, tokens: int, backend: str) -> None:
     """The tolerance can tell: the suite would notice thresholds scaled by 0.99 or 1.01."""
     sample = build(Case("one-percent", tokens=tokens, f=300, d=33, density=0.4), dtype)
@@ -162,7 +162,7 @@ def _without_scale(sample: Sample) -> dict[str, torch.Tensor]:
     "activation", [a.name for a in activations.ACTIVATIONS.values() if a.zero_at_negative]
 )
 def test_exact_zeros_are_skipped(activation: str, tokens: int, dtype: torch.dtype, backend: str) -> None:
-    """At threshold 0 an activation that is exactly 0 is not active: its rows are not read, the rest is the dense MLP."""
+    """At threshold 0 an activation of exactly 0 is not active: its rows are not read, the rest is the dense MLP."""
     sample = build(Case("zeros", tokens=tokens, activation=activation, density=1, biases="gu"), dtype)
     sample.options["b_gate"][10:20] = -500
     sample.w_up[10:15] = torch.nan

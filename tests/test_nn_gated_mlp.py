@@ -368,5 +368,7 @@ def test_compiled_graphs_see_new_thresholds_without_compiling_again():
     with torch.no_grad():
         assert run(x).abs().max() > 0
         with torch.compiler.set_stance("fail_on_recompile"):
+            before = sparse.threshold
             sparse.set_thresholds(torch.inf)
+            assert sparse.threshold is before  # written into: captured graphs hold the memory
             assert run(x).abs().max() == 0

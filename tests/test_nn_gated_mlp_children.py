@@ -203,7 +203,7 @@ def test_activation_by_value_and_by_name():
         (nn.Identity(), "identity"),
     ):
         assert SparseGatedMLP.from_dense(Separate(act=act)).activation == name
-    for act in (nn.Mish(), nn.ReLU6(), nn.LeakyReLU(), nn.Hardtanh(-1e-3, 50.0)):
+    for act in (nn.Mish(), nn.ReLU6(), nn.LeakyReLU(), nn.Hardtanh(0.0, 30.0)):
         with pytest.raises(
             ValueError, match=rf"^activation of Separate is {type(act).__name__}, expected one of: relu"
         ):

@@ -1,4 +1,4 @@
-"""The reference is the specification: its formula, spelled out in plain Python, and its two forms against each other."""
+"""The reference is the specification: its formula spelled out in plain Python, and its two forms compared."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ def spelled_out(sample: Sample) -> torch.Tensor:
             s = o["token_scale"][i] if "token_scale" in o else 1.0
             kept = True if s == 0 else not abs(a) < s * threshold[j]
             mean = o["skipped_mean"][j] if "skipped_mean" in o else None
-            if mean is None:
-                h = a * u if kept and a != 0 else 0.0
-            else:
-                h = a * u - mean if kept else 0.0
+            active = kept and (a != 0 or mean is not None)
+            h = a * u - (mean or 0.0) if active else 0.0
             for k in range(d):
                 y[k] += h * down[j][k] + (mean * down[j][k] if mean is not None else 0.0)
         out.append([y[k] + (o["b_down"][k] if "b_down" in o else 0.0) for k in range(d)])
@@ -147,8 +145,40 @@ def test_only_a_side_input_requires_grad(name: str) -> None:
     out = sample.run(sparsemlp.gated_mlp, **{name: side})
     if name == "activation_params":
         out.sum().backward()
-        assert side.grad is not None
+        assert side.grad is not None, "silently no gradient"
         assert side.grad.abs().max() > 0
     elif out.requires_grad:
         out.sum().backward()
         assert side.grad is None or bool((side.grad == 0).all())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_forward_mode(backend: str) -> None:
+    """A directional derivative is the right one, never silently zero."""
+    sample = build(Case("forward-mode", tokens=3, d=5, f=9, density=1), torch.float64)
+    direction = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return sparsemlp.gated_mlp(x, *sample.weights, backend=backend)
+
+    step = 1e-6
+    expected = (run(sample.x + step * direction) - run(sample.x - step * direction)) / (2 * step)
+    for dtype, allowed in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        weights = [w.to(dtype) for w in sample.weights]
+        _, tangent = torch.func.jvp(
+            lambda x, weights=weights: sparsemlp.gated_mlp(x, *weights, backend=backend),
+            (sample.x.to(dtype),),
+            (direction.to(dtype),),
+        )
+        assert (tangent.double() - expected).abs().max() <= allowed * expected.abs().max()
+
+
+def test_vmap() -> None:
+    sample = build(Case("vmap", tokens=6, density="neurons"), torch.float32)
+    expected = sample.run(sparsemlp.gated_mlp)
+    for size in (1, 2, 3):
+        batched = torch.func.vmap(
+            lambda x: sparsemlp.gated_mlp(x, *sample.weights, threshold=sample.threshold)
+        )
+        out = batched(sample.x.reshape(-1, size, sample.x.shape[1]))
+        assert torch.allclose(out.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)

@@ -68,7 +68,7 @@ def test_backward_of_the_raw_operator_raises(backend: str) -> None:
     out = OP.overload(*raw(sample, backend))
     assert out.requires_grad
     with pytest.raises(
-        RuntimeError, match="sparsemlp::gated_mlp has no derivative; call sparsemlp.gated_mlp with"
+        RuntimeError, match=r"sparsemlp::gated_mlp has no derivative; call sparsemlp\.gated_mlp with"
     ):
         out.sum().backward()
 
@@ -94,14 +94,10 @@ def test_meta_tensors_give_meta_tensors() -> None:
 
 def test_the_schema_is_whole() -> None:
     """Adding an argument later breaks exported graphs: this is the schema of the first release."""
-    names = [a.name for a in OP.overload._schema.arguments]
-    assert (
-        names
-        == (
-            "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
-            "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
-            "activation indicator backend"
-        ).split()
+    assert " ".join(a.name for a in OP.overload._schema.arguments) == (
+        "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
+        "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
+        "activation indicator backend"
     )
     assert torch.Tag.needs_exact_strides in OP.overload.tags
     assert not OP.overload._schema.is_mutable
@@ -152,7 +148,7 @@ def test_compile_keeps_the_explicit_backend() -> None:
     """The choice is part of the graph: a compiled call of an unavailable backend raises like an eager one."""
     sample = build(Case("explicit", d=16, f=24), torch.float64)
     compiled = torch.compile(Layer(sample, "native"), fullgraph=True, backend="aot_eager")
-    with pytest.raises(sparsemlp.BackendUnavailableError, match="x is float64|native: "):
+    with pytest.raises(sparsemlp.BackendUnavailableError, match=r"x is float64|native: "):
         compiled(sample.x, sample.threshold)
 
 
@@ -274,3 +270,33 @@ def test_side_arguments_may_be_views(tokens: int, backend: str) -> None:
     narrow = sample.run(sparsemlp.gated_mlp, backend=backend)
     sample.options = {name: t.contiguous() for name, t in sample.options.items()}
     assert torch.equal(narrow, sample.run(sparsemlp.gated_mlp, backend=backend))
+
+
+class _Halved(torch.Tensor):
+    """A tensor that stores twice its values: read as plain memory it is wrong, through its dispatch it is right."""
+
+    stored: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, stored: torch.Tensor) -> _Halved:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, stored.shape, strides=stored.stride(), dtype=stored.dtype
+        )
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.stored / 2 if isinstance(a, _Halved) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_tensor_subclass_is_not_read_as_plain_memory(tokens: int, backend: str) -> None:
+    """Quantised and distributed tensors compute by their own rules."""
+    sample = build(Case("subclass", tokens=tokens, weights="plain"), torch.float32)
+    expected = sample.run(sparsemlp.gated_mlp, backend=backend)
+    for name in ("w_gate", "w_up", "w_down_t"):
+        changed = Sample(**{**sample.__dict__, name: _Halved(getattr(sample, name) * 2)})
+        assert torch.equal(changed.run(sparsemlp.gated_mlp, backend=backend), expected)

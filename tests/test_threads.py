@@ -1,4 +1,4 @@
-"""Thread counts, several Python threads at once, and processes: the same answers, and at one thread count the same bits."""
+"""Thread counts, Python threads at once, and processes: the same answers, at one thread count the same bits."""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@
 //   gate dots for all tokens -> activation -> token mask -> branch-free compaction into a list of active rows
 //   for groups of kGroup active rows: up dots, then h · down row added to the slot's fp32 partial output,
 //   prefetching the rows that come next.
-// Order of additions: each dot is one chain over D, each output one chain over the slot's rows in ascending order, for
-// every number of tokens. So a token's result has the same bits whatever its batch mates are.
+// Order of additions: each dot is one chain over D; each output is a chain over the slot's rows in ascending order,
+// closed every kChain blocks of neurons so that rounding errors grow with the chain and not with F. It depends on the
+// neurons alone, for every number of tokens, so a token's result has the same bits whatever its batch mates are.
 
 // out[r][c] = row r · token c. `ahead` (or null) are R rows to prefetch along the way, from byte `from` on, one line
 // in `every` lines: several passes over the same rows share the work.
@@ -210,23 +211,40 @@ inline float limit_of(const Thresholding& rule, float threshold, int64_t token) 
 template <class S> struct Slot {
     const GatedMlpCall& call;
     const int64_t slot, T, D;
-    float* const acc;  // [T][padded(D)]
-    float* const act;  // [batch][T]; compacted in place
+    float* const acc;    // [T][padded(D)]: the open chain
+    float* const closed; // [T][padded(D)]: the sum of the closed ones
+    float* const act;    // [batch][T]; compacted in place
     int32_t* const index;
     uint32_t* const mask;
     const S* tokens[kMaxTokens];
     float* acc_of[kMaxTokens];
+    int64_t chain = -1;      // which chain acc holds, -1 before the first
+    bool any_closed = false; // whether `closed` holds anything
     bool valid = true;
 
     Slot(const GatedMlpCall& c, int64_t s)
         : call(c), slot(s), T(c.tokens), D(c.width), acc(c.scratch + s * slot_floats(T, D)),
-          act(acc + T * padded(D)), index(reinterpret_cast<int32_t*>(act + kBatchValues)),
+          closed(acc + T * padded(D)), act(closed + T * padded(D)), index(reinterpret_cast<int32_t*>(act + kBatchValues)),
           mask(reinterpret_cast<uint32_t*>(index + batch_neurons(T))) {
         for (int64_t t = 0; t < T; ++t) {
             tokens[t] = static_cast<const S*>(call.x) + t * call.x_stride;
             acc_of[t] = acc + t * padded(D);
         }
         memset(acc, 0, T * padded(D) * sizeof(float));
+    }
+
+    int64_t chain_of(int64_t j) const { return j / (kBlock * kChain * call.slots); }
+
+    // Ends the open chain and begins the next one.
+    void close_chain() {
+        const int64_t n = T * padded(D);
+        if (any_closed)
+            for (int64_t i = 0; i < n; ++i)
+                closed[i] += acc[i];
+        else
+            memcpy(closed, acc, n * sizeof(float));
+        any_closed = true;
+        memset(acc, 0, n * sizeof(float));
     }
 
     const S* gate_row(int64_t j) const { return static_cast<const S*>(call.w_gate) + j * call.gate_stride; }
@@ -312,7 +330,7 @@ template <class S> struct Slot {
         }
     }
 
-    void down_dense(int64_t g, int64_t count, const S* const* rows, const char* const* ahead) {
+    void down(int64_t g, int64_t count, const S* const* rows, const char* const* ahead) {
         const float* h = act + g * T;
         for (int64_t t = 0; t < T;) {
             const int64_t left = T - t;
@@ -330,23 +348,36 @@ template <class S> struct Slot {
         }
     }
 
-    // The list's rows, kGroup at a time: up dots, hidden values, down rows.
+    // How many rows of the list from g on go together: at most kGroup, of one chain.
+    int64_t group_size(int64_t g, int64_t found) const {
+        int64_t count = 1;
+        while (count < kGroup && g + count < found && chain_of(index[g + count]) == chain)
+            ++count;
+        return count;
+    }
+
+    // The list's rows, a group at a time: up dots, hidden values, down rows.
     void active_rows(int64_t found) {
         float up[kGroup * kMaxTokens];
-        for (int64_t g = 0; g < found; g += kGroup) {
-            const int64_t count = found - g < kGroup ? found - g : kGroup;
-            const S *ups[kGroup], *downs[kGroup];
-            const char* ups_ahead[kGroup];
+        const S *ups[kGroup], *downs[kGroup];
+        const char* ups_ahead[kGroup];
+        for (int64_t g = 0, count; g < found; g += count) {
+            if (const int64_t next = chain_of(index[g]); next != chain) {
+                if (chain >= 0)
+                    close_chain();
+                chain = next;
+            }
+            count = group_size(g, found);
             for (int64_t i = 0; i < count; ++i) {
                 ups[i] = up_row(index[g + i]);
                 downs[i] = down_row(index[g + i]);
-                const int64_t next = g + kGroup + i < found ? g + kGroup + i : g + i;
+                const int64_t next = g + count + i < found ? g + count + i : g + i;
                 ups_ahead[i] = reinterpret_cast<const char*>(up_row(index[next]));
             }
             dots_any(
                 count, [&](int64_t i) { return ups[i]; }, [&](int64_t i) { return downs[i]; }, up);
             finish_hidden(g, count, up);
-            down_dense(g, count, downs, ups_ahead);
+            down(g, count, downs, ups_ahead);
         }
     }
 
@@ -364,6 +395,9 @@ template <class S> struct Slot {
             found = compact(j0, n, at, found);
         }
         active_rows(found);
+        if (any_closed)
+            for (int64_t i = 0; i < T * padded(D); ++i)
+                acc[i] += closed[i];
 #if defined(SPARSEMLP_DPBF16)
         if constexpr (sizeof(S) == 2 && Dot<S>::STEP == 32)
             unpermute(acc, T * padded(D));

@@ -29,17 +29,18 @@ struct GatedMlpCall {
     float* scratch; // slots * slot_floats(T, D)
 };
 
-// A slot's scratch: the fp32 partial output [T, padded D], then the activations of one batch of neurons, their
-// indices and token masks.
+// A slot's scratch: the fp32 partial output and the running sum of finished parts, both [T, padded D], then the
+// activations of one batch of neurons, their indices and token masks.
 constexpr int64_t kBlock = 32;          // neurons dealt to a slot at a time
 constexpr int64_t kGroup = 8;           // active rows in one pass over the accumulator
+constexpr int64_t kChain = 16;          // blocks of neurons in one chain of additions, then a partial sum is closed
 constexpr int64_t kBatchValues = 16384; // activations held at a time: 64 KB
 constexpr int64_t kMaxTokens = 32;      // bits of a token mask
 
 inline int64_t padded(int64_t width) { return (width + 63) / 64 * 64; }
 inline int64_t batch_neurons(int64_t tokens) { return kBatchValues / tokens / kBlock * kBlock; }
 inline int64_t slot_floats(int64_t tokens, int64_t width) {
-    return tokens * padded(width) + kBatchValues + 2 * batch_neurons(tokens) + 64;
+    return 2 * tokens * padded(width) + kBatchValues + 2 * batch_neurons(tokens) + 64;
 }
 
 // One call of the elementwise kernel: h = C(φ(pre)) ⊙ up, all [T, F] contiguous.

@@ -37,6 +37,8 @@ def _curves(report: Report) -> dict[str, list[ModelRow]]:
 
 
 def _perplexity(axis: Any, report: Report) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     dense = report.rows[0].perplexity
     axis.axhline(dense, color=_GREY, linewidth=1, linestyle=":")
     axis.annotate("dense", (0, dense), textcoords="offset points", xytext=(0, -12), color=_GREY, fontsize=9)
@@ -50,12 +52,8 @@ def _perplexity(axis: Any, report: Report) -> None:
         )
     axis.set_yscale("log")
     axis.set_ylim(bottom=0.93 * axis.get_ylim()[0])
-    ticks = [
-        v
-        for v in (10, 15, 20, 25, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000)
-        if axis.get_ylim()[0] < v < axis.get_ylim()[1]
-    ]
-    axis.set_yticks(ticks, [str(v) for v in ticks])
+    axis.yaxis.set_major_locator(MaxNLocator(7))  # round numbers: powers of ten would be too few
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     axis.set_ylabel(f"held-out perplexity ({report.perplexity_tokens:,} tokens)")
     axis.set_title("Quality", fontsize=11)

@@ -225,13 +225,13 @@ def plot(report: Report, path: Path) -> None:
         ) from None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     from sparsemlp.demo import figure
 
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        drawing = Figure(figsize=(13.5, 4.6), dpi=110, layout="constrained")
+        drawing = Figure(figsize=(13.5, 4.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.15))
         FigureCanvasAgg(drawing)
-        drawing.get_layout_engine().set(w_pad=0.15)  # type: ignore[union-attr]
         figure.draw(drawing, report)
         stream = io.BytesIO()
         drawing.savefig(stream, format="png")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["skipped_out"]
+from sparsemlp.reference import gated_mlp as reference
 
-_CHUNK = 1024
-"""Neurons converted to float32 at a time: no wide copy of a half-precision weight."""
+__all__ = ["skipped_out"]
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """weight -> (mean, key, W_down μ)."""
@@ -35,26 +34,17 @@ def _key(mean: Tensor, weight: Tensor) -> tuple[int, ...] | None:
         return None
 
 
-def _compute(mean: Tensor, weight: Tensor) -> Tensor:
-    wide = _wide(weight.dtype)
-    total = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
-    for start in range(0, weight.shape[1], _CHUNK):
-        part = slice(start, start + _CHUNK)
-        total = total + weight[:, part].to(wide) @ mean[part].to(wide)
-    return total
-
-
 def _cached(mean: Tensor, weight: Tensor) -> Tensor:
     key = _key(mean, weight)
     if key is None:
         with torch.no_grad():
-            return _compute(mean, weight)
+            return reference.skipped_out(mean, weight.t())
     known = _known.get(weight)
     if known is not None and known[0] is mean and known[1] == key:
         return known[2]
     # A plain tensor even when first asked for in inference mode: it will serve calls outside as well.
     with torch.inference_mode(False), torch.no_grad():
-        value = _compute(mean, weight)
+        value = reference.skipped_out(mean, weight.t())
     _known[weight] = (mean, key, value)
     return value
 
@@ -79,8 +69,7 @@ def skipped_out(mean: Tensor, weight: Tensor) -> Tensor:
         (D,). Not to be written into: outside of gradients and compiled graphs it is the cached tensor.
     """
     if torch.is_grad_enabled() and (weight.requires_grad or mean.requires_grad):
-        wide = _wide(weight.dtype)
-        return weight.to(wide) @ mean.to(wide)
+        return reference.skipped_out(mean, weight.t())
     if torch.compiler.is_compiling():
         return torch.ops.sparsemlp._skipped_out.default(mean, weight)
     return _cached(mean, weight)

@@ -129,7 +129,7 @@ def gated_mlp(
     if skipped_mean is not None:
         _check_float32("skipped_mean", skipped_mean, (w_gate.shape[0],), "F", x)
         if skipped_out is None:
-            skipped_out = (skipped_mean.to(w_down_t.dtype) @ w_down_t).float()
+            skipped_out = reference.skipped_out(skipped_mean, w_down_t)
         _check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
     flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
     if torch.is_grad_enabled() and any(

@@ -8,7 +8,10 @@ from torch.nn import functional as F
 
 from sparsemlp import activations
 
-__all__ = ["differentiable", "gated_mlp", "hidden"]
+__all__ = ["differentiable", "gated_mlp", "hidden", "skipped_out"]
+
+_CHUNK = 1024
+"""Neurons widened at a time in `skipped_out`: no wide copy of a half-precision weight."""
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -42,6 +45,15 @@ def hidden(
     # At a = 0 the product is 0 and a's gradient must still flow to pre; only a non-finite u would make it NaN.
     h = torch.where(active | (kept & u.isfinite()), a * u, 0)
     return h.to(pre.dtype), active
+
+
+def skipped_out(skipped_mean: Tensor, w_down_t: Tensor) -> Tensor:
+    """μ @ w_down_t in float32 (float64 for float64 weights): (D,) from μ (F,) and w_down_t (F, D), differentiable."""
+    wide = torch.float64 if w_down_t.dtype == torch.float64 else torch.float32
+    total = torch.zeros(w_down_t.shape[1], dtype=wide, device=w_down_t.device)
+    for mean, rows in zip(skipped_mean.split(_CHUNK), w_down_t.split(_CHUNK), strict=True):
+        total = total + mean.to(wide) @ rows.to(wide)
+    return total
 
 
 def _forward(

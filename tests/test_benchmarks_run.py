@@ -1,0 +1,181 @@
+"""The benchmark's command line: a gate that holds, where results go, bad arguments, the targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bandwidth, gate, machine, measure, registry, report, run, targets
+
+KERNEL = "faster"
+
+
+@pytest.fixture(autouse=True)
+def _small_machine(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    """A cache and a read buffer of 1 MiB, so that nothing here takes long."""
+    monkeypatch.setattr(bandwidth, "last_level_cache", lambda: 2**20)
+    monkeypatch.setattr(bandwidth, "_MIN_BUFFER", 2**20)
+
+
+def _text(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def _row(alternative: str, ms: float, **numbers: float) -> report.Row:
+    return report.Row(alternative, alternative, ms, ms, ms, 300.0, 300.0 / ms, **numbers)
+
+
+TINY = [
+    "--shape",
+    "tiny",
+    "--layers",
+    "2",
+    "--rounds",
+    "1",
+    "--no-compile",
+    "--threads",
+    "1",
+    "--sparsity",
+    "90",
+]
+
+
+def _gated_by(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    entry = dataclasses.replace(registry.get("gated_mlp"), conformance=gate.Conformance(str(path), KERNEL))
+    monkeypatch.setitem(registry.ENTRIES, "gated_mlp", entry)
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (f"def test_{KERNEL}(): assert False\ndef test_other(): pass\n", "1 failed"),
+        ("def test_other(): pass\n", "1 deselected"),
+        ("this is no python\n", "1 error"),
+        (None, "no tests ran"),
+    ],
+)
+def test_nothing_is_reported_on_a_red_gate(
+    body: str | None,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "test_red.py"
+    if body is not None:
+        path.write_text(body)
+    _gated_by(monkeypatch, path)
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("timed a kernel whose tests are red"))
+    assert run.main([*TINY, "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    last = captured.err.strip().splitlines()[-1]
+    assert "gated_mlp: no result is reported" in last
+    assert what in last
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_green_gate_lets_the_result_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _gated_by(monkeypatch, _text(tmp_path / "test_green.py", f"def test_{KERNEL}(): pass\n"))
+    assert run.main([*TINY, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "1 passed" in out.splitlines()[0]
+    (path,) = (tmp_path / "out").rglob("*.csv")
+    assert path.parent.name == machine.device(1)
+    assert path.name == "gated_mlp_tiny_bf16_t1.csv"
+    assert report.read_csv(path).facts["status"] == "verified"
+    assert path.with_suffix(".png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_unverified_results_stay_out_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    assert run.main([*TINY, "--no-gate"]) == 0
+    assert "unverified" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.csv"))
+    with pytest.raises(SystemExit) as stop:
+        run.main([*TINY, "--no-gate", "--out", str(tmp_path / "results" / "sub")])
+    assert stop.value.code == 2
+    assert "unverified numbers do not belong there" in capsys.readouterr().err
+    assert run.main([*TINY, "--no-gate", "--out", str(tmp_path / "else")]) == 0
+    (path,) = (tmp_path / "else").rglob("*.csv")
+    assert report.read_csv(path).facts["status"] == "unverified"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "llama9"], "shape is 'llama9'"),
+        (["--shape", "vit-b"], "does not fit gated_mlp"),
+        (["--activation", "fatrelu"], "has parameters"),
+        (["--activation", "tanh"], "activation is 'tanh'"),
+        (["--sparsity", "50,x"], "no list of percentages"),
+        (["--sparsity", "100"], "outside"),
+        (["--tokens", "0"], "whole number above 0"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# Targets
+
+
+def _results(factor: float) -> dict[tuple[str, int], report.Result]:
+    """Results that pass every target by `factor`."""
+    results = {}
+    for dtype, tokens, sparsities in targets.CASES:
+        rows = []
+        for s in sparsities:
+            name = measure.own_name(s)
+            mine = [t for t in targets.TARGETS if (t.dtype, t.tokens) == (dtype, tokens)]
+            wanted = {t.key: t.must for t in mine if t.alternative in (name, "own")}
+            ms = wanted.pop("p50_ms", 1.0) / factor
+            numbers = {key: value * factor for key, value in wanted.items()}
+            rows.append(_row(name, ms, **{"share_of_read": 1.0, **numbers}))
+        results[dtype, tokens] = report.Result({}, rows)
+    return results
+
+
+def test_targets_pass_and_fail_by_their_musts() -> None:
+    text, reached = targets.evaluate(_results(1.01))
+    assert reached
+    assert "FAIL" not in text
+    text, reached = targets.evaluate(_results(0.99))
+    assert not reached
+    assert text.count("FAIL") == len(targets.TARGETS)
+    text, _ = targets.evaluate(_results(2.0))
+    assert text.count("aim reached") == sum(t.aim is not None for t in targets.TARGETS)
+
+
+def test_the_worst_share_of_all_sparsities_counts() -> None:
+    results = _results(1.01)
+    rows = results["bf16", 1].rows
+    rows[2] = dataclasses.replace(rows[2], share_of_read=0.5)
+    text, reached = targets.evaluate(results)
+    assert not reached
+    (line,) = (line for line in text.splitlines() if "FAIL" in line)
+    assert rows[2].alternative in line
+
+
+def test_targets_mode_measures_its_own_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _gated_by(monkeypatch, _text(tmp_path / "test_green.py", f"def test_{KERNEL}(): pass\n"))
+    code = run.main([*TINY, "--targets", "--out", str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert code == int("FAIL" in out)
+    names = sorted(path.name for path in (tmp_path / "out").rglob("targets/*.csv"))
+    assert names == sorted(f"gated_mlp_tiny_{dtype}_t{tokens}.csv" for dtype, tokens, _ in targets.CASES)
