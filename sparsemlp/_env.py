@@ -23,7 +23,9 @@ def _choice(variable: str, values: tuple[str, ...], default: str | None) -> str 
     if value is None or value == "":
         return default
     if value not in values:
-        raise ValueError(f"environment variable {variable} is {value!r}, expected one of: {', '.join(values)}")
+        raise ValueError(
+            f"environment variable {variable} is {value!r}, expected one of: {', '.join(values)}"
+        )
     return value
 
 

@@ -33,7 +33,10 @@ def problem() -> str | None:
         if reason.is_file():
             return f"extension not built: {reason.read_text().strip()}"
         shadow = _shadowed_by_checkout()
-        return shadow or "extension not built: no compiled library beside the package; reinstall with a C++ compiler"
+        return (
+            shadow
+            or "extension not built: no compiled library beside the package; reinstall with a C++ compiler"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

@@ -90,7 +90,9 @@ class Op:
         qualified = f"sparsemlp::{name}"
         torch.library.register_fake(qualified, lambda *a: fake(*a[:-1]), lib=_lib)
         _lib.impl(name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_autograd(qualified, self._backward, setup_context=lambda *a, **k: None, lib=_lib)
+        torch.library.register_autograd(
+            qualified, self._backward, setup_context=lambda *a, **k: None, lib=_lib
+        )
         for device in ("CPU", "CUDA"):
             _lib.impl(name, self._autocast(device), f"Autocast{device}")
         self.overload = getattr(torch.ops.sparsemlp, name).default
@@ -160,7 +162,10 @@ class Op:
             dtype = torch.get_autocast_dtype(kind)
             cast = [
                 a.to(dtype)
-                if i in self._castable and isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+                if i in self._castable
+                and isinstance(a, Tensor)
+                and a.is_floating_point()
+                and a.dtype != torch.float64
                 else a
                 for i, a in enumerate(args)
             ]

@@ -20,4 +20,3 @@ def dtype_not_in(tensor: Tensor, allowed: Iterable[torch.dtype]) -> str | None:
     if tensor.dtype in allowed:
         return None
     return f"computes {', '.join(map(_name, allowed))}, x is {_name(tensor.dtype)}"
-

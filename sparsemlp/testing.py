@@ -86,7 +86,7 @@ def assert_within_budget(
     excess = torch.where(
         good, torch.zeros_like(truth), ((wide - truth).abs() - allowed).nan_to_num(torch.inf)
     )
-    where = tuple(i.item() for i in torch.unravel_index(excess.argmax(), truth.shape))
+    where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), truth.shape))
     raise AssertionError(
         f"{what}: {int((~good).sum())} of {good.numel()} entries outside the budget; worst at {where}: "
         f"{wide[where].item():.9g}, truth {truth[where].item():.9g}, allowed error {allowed[where].item():.3g}"

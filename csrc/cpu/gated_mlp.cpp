@@ -46,10 +46,9 @@ Dtype dtype_of(const Tensor& x) {
 }
 
 const void* rows(const Tensor& t, const char* name, int64_t count, int64_t width, ScalarType type, int64_t* stride) {
-    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == type && t.dim() == 2 && t.size(0) == count &&
-                        t.size(1) == width && (width <= 1 || count == 0 || t.stride(1) == 1),
-                    name, " must be a CPU tensor of x's dtype, shape (", count, ", ", width,
-                    ") and unit inner stride");
+    STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == type && t.dim() == 2 && t.size(0) == count && t.size(1) == width &&
+                        (width <= 1 || count == 0 || t.stride(1) == 1),
+                    name, " must be a CPU tensor of x's dtype, shape (", count, ", ", width, ") and unit inner stride");
     *stride = t.stride(0);
     return t.const_data_ptr();
 }
@@ -154,8 +153,8 @@ Tensor gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor t
     call.b_up = vector(b_up, "b_up", call.neurons, type);
     call.b_down = vector(b_down, "b_down", call.width, type);
     call.skipped_out = floats(skipped_out, "skipped_out", call.width);
-    call.rule = thresholding(threshold, token_scale, skipped_mean, activation_params, activation, call.tokens,
-                             call.neurons);
+    call.rule =
+        thresholding(threshold, token_scale, skipped_mean, activation_params, activation, call.tokens, call.neurons);
     const Tensor out = torch::stable::empty({call.tokens, call.width}, type);
     if (call.tokens == 0 || call.width == 0)
         return out;
@@ -199,8 +198,8 @@ Tensor hidden(Tensor pre, Tensor up, Tensor threshold, OptionalTensor token_scal
     call.neurons = pre.size(1);
     call.pre = pre.const_data_ptr();
     call.up = up.const_data_ptr();
-    call.rule = thresholding(threshold, token_scale, skipped_mean, activation_params, activation, call.tokens,
-                             call.neurons);
+    call.rule =
+        thresholding(threshold, token_scale, skipped_mean, activation_params, activation, call.tokens, call.neurons);
     const Tensor out = torch::stable::empty({call.tokens, call.neurons}, pre.scalar_type());
     call.out = out.mutable_data_ptr();
     const GatedMlpKernels& kernel = kernels(isa, dtype);

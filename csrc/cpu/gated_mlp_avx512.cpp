@@ -11,7 +11,8 @@
 #define SPARSEMLP_F16C
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))),              \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
@@ -23,6 +24,8 @@ namespace {
 #include "vec_avx512.inl"
 
 #include "activations.inl"
+
+#include "tiles.inl"
 
 #include "gated_mlp.inl"
 } // namespace

@@ -12,7 +12,8 @@
 #define SPARSEMLP_DPBF16
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c"))),   \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
@@ -24,6 +25,8 @@ namespace {
 #include "vec_avx512.inl"
 
 #include "activations.inl"
+
+#include "tiles.inl"
 
 #include "gated_mlp.inl"
 } // namespace

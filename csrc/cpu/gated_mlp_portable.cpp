@@ -12,6 +12,8 @@ namespace {
 
 #include "activations.inl"
 
+#include "tiles.inl"
+
 #include "gated_mlp.inl"
 } // namespace
 

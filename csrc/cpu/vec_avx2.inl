@@ -20,9 +20,7 @@ struct V {
         const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
     }
-    static F load(const f16* p) {
-        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
+    static F load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
     // The first n < W elements, zeros behind: through the stack, so that nothing past the row is read.
     template <class S> static F load_n(const S* p, int64_t n) {
         S part[W] = {};

@@ -11,22 +11,14 @@ struct V {
     static F set1(float a) { return _mm512_set1_ps(a); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static float sum(F a) { return _mm512_reduce_add_ps(a); }
-    static F from_bf16(__m256i raw) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
-    }
+    static F from_bf16(__m256i raw) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16)); }
     static F load(const float* p) { return _mm512_loadu_ps(p); }
-    static F load(const bf16* p) {
-        return from_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    }
-    static F load(const f16* p) {
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    }
+    static F load(const bf16* p) { return from_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    static F load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
     static __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
     static F load_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
     static F load_n(const bf16* p, int64_t n) { return from_bf16(_mm256_maskz_loadu_epi16(first(n), p)); }
-    static F load_n(const f16* p, int64_t n) {
-        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
-    }
+    static F load_n(const f16* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
     static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };

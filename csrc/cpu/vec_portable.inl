@@ -1,11 +1,11 @@
 // Vectors of the portable instruction set: plain loops that the compiler may vectorise for the baseline CPU.
 
 struct V {
-    static constexpr int W = 8;         // lanes
-    static constexpr int kRowTile = 2;  // weight rows in one dot tile
+    static constexpr int W = 8;           // lanes
+    static constexpr int kRowTile = 2;    // weight rows in one dot tile
     static constexpr int kRowTileOne = 4; // rows for a single token
-    static constexpr int kTokTile = 2;  // tokens in one dot or axpy tile
-    static constexpr int kAxpyVecs = 2; // vectors of a row in one axpy tile
+    static constexpr int kTokTile = 2;    // tokens in one dot or axpy tile
+    static constexpr int kAxpyVecs = 2;   // vectors of a row in one axpy tile
     struct F {
         float v[W];
     };

@@ -52,7 +52,8 @@ def _perplexity(axis: Any, report: Report) -> None:
         )
     axis.set_yscale("log")
     axis.set_ylim(bottom=0.93 * axis.get_ylim()[0])
-    axis.yaxis.set_major_locator(MaxNLocator(7))  # round numbers: powers of ten would be too few
+    # round numbers: a logarithmic axis's own, the powers of ten, would be too few
+    axis.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.minorticks_off()
     axis.set_ylabel(f"held-out perplexity ({report.perplexity_tokens:,} tokens)")

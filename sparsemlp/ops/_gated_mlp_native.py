@@ -72,7 +72,20 @@ def forward(
 
     def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
         return _fused(
-            tokens, w_gate, w_up, w_down_t, limit, scale, mean, skipped_out, b_gate, b_up, b_down, params, act, isa
+            tokens,
+            w_gate,
+            w_up,
+            w_down_t,
+            limit,
+            scale,
+            mean,
+            skipped_out,
+            b_gate,
+            b_up,
+            b_down,
+            params,
+            act,
+            isa,
         )
 
     if x.shape[0] <= CHUNK:

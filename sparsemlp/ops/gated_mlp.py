@@ -108,9 +108,10 @@ def gated_mlp(
         BackendUnavailableError: the backend named cannot compute this call.
     Numerics: float32 accumulation. For few tokens (bfloat16: 32, float32: 128, float16: any) the native kernel
         decides on unrounded float32 values and a token's result is the same bits whatever its batch mates are (at a
-        given thread count); above, and in the reference, p and u are rounded once to x's dtype and decided from there. Exact zeros are skipped, so for the
-        ReLU family at threshold 0 the result is the dense MLP's up to summation order. A skipped neuron adds nothing
-        even where its rows hold inf or NaN (in the differentiable composition its down row does, as in the dense MLP).
+        given thread count); above, and in the reference, p and u are rounded once to x's dtype and decided from there.
+        Exact zeros are skipped, so for the ReLU family at threshold 0 the result is the dense MLP's up to summation
+        order. A skipped neuron adds nothing even where its rows hold inf or NaN (in the differentiable composition
+        its down row does, as in the dense MLP).
     Source: CATS (Lee et al.), SATS; mean compensation and token scale as in docs/ops/gated_mlp.md.
     """
     OP.check_backend(backend)
@@ -125,7 +126,9 @@ def gated_mlp(
     if token_scale is not None:
         token_scale = _check_token_scale(token_scale, x, tokens)
     if skipped_mean is None and skipped_out is not None:
-        raise ValueError("skipped_out is given without skipped_mean, expected both or skipped_mean alone; pass the mean")
+        raise ValueError(
+            "skipped_out is given without skipped_mean, expected both or the mean alone; pass the mean"
+        )
     if skipped_mean is not None:
         _check_float32("skipped_mean", skipped_mean, (w_gate.shape[0],), "F", x)
         if skipped_out is None:
@@ -202,7 +205,11 @@ def _check_tensors(
     if not isinstance(w_gate, Tensor) or w_gate.dim() != 2 or w_gate.shape[1] != d:
         raise ValueError(f"w_gate is {_what(w_gate)}, expected (F, D) with x's D = {d}")
     f = w_gate.shape[0]
-    hints = ("an nn.Linear weight as it is", "an nn.Linear weight as it is", "the transposed nn.Linear weight")
+    hints = (
+        "an nn.Linear weight as it is",
+        "an nn.Linear weight as it is",
+        "the transposed nn.Linear weight",
+    )
     for name, w, hint in zip(("w_gate", "w_up", "w_down_t"), (w_gate, w_up, w_down_t), hints, strict=True):
         if not isinstance(w, Tensor) or w.dim() != 2 or w.shape[0] != f or w.shape[1] != d:
             raise ValueError(f"{name} is {_what(w)}, expected (F, D) = ({f}, {d}): {hint}")
@@ -212,7 +219,11 @@ def _check_tensors(
                 f"{name}.contiguous()"
             )
         _check_like(name, w, x)
-    for name, b, size, letter in (("b_gate", b_gate, f, "F"), ("b_up", b_up, f, "F"), ("b_down", b_down, d, "D")):
+    for name, b, size, letter in (
+        ("b_gate", b_gate, f, "F"),
+        ("b_up", b_up, f, "F"),
+        ("b_down", b_down, d, "D"),
+    ):
         if b is None:
             continue
         if not isinstance(b, Tensor) or b.dim() != 1 or b.shape[0] != size:
@@ -269,7 +280,9 @@ def _check_activation(x: Tensor, activation: str, params: Tensor | None) -> Tens
         return None
     if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
         wanted = f"({len(names)},): ({', '.join(names)})" if names else "None"
-        raise ValueError(f"activation_params is {_what(params)}, expected {wanted} for activation {activation!r}")
+        raise ValueError(
+            f"activation_params is {_what(params)}, expected {wanted} for activation {activation!r}"
+        )
     if not params.is_floating_point() or params.device != x.device:
         raise ValueError(
             f"activation_params is {_dtype(params)} on {params.device}, expected float32 on x's device {x.device}"

@@ -1,4 +1,4 @@
-"""The gated MLP's reference: plain PyTorch, any floating dtype. `differentiable` is also traceable and has gradients."""
+"""The gated MLP's reference: plain PyTorch, any floating dtype; `differentiable` can be traced and has gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def hidden(
     limit = threshold.to(a.dtype)
     if token_scale is not None:
         scale = token_scale.to(a.dtype)[:, None]
-        limit = torch.where(scale == 0, torch.zeros_like(scale), scale * limit)  # s = 0 is dense, even at t = inf
+        limit = torch.where(
+            scale == 0, torch.zeros_like(scale), scale * limit
+        )  # s = 0 is dense, even at t = inf
     kept = ~(a.abs() < limit)
     if skipped_mean is not None:
         return torch.where(kept, a * u - skipped_mean.to(a.dtype), 0).to(pre.dtype), kept
@@ -122,7 +124,17 @@ def gated_mlp(
 ) -> Tensor:
     """y of `sparsemlp.gated_mlp` for x of shape (T, D); the operator's arguments in order."""
     out, h, active = _forward(
-        x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, b_gate, b_up, activation_params, activation
+        x,
+        w_gate,
+        w_up,
+        w_down_t,
+        threshold,
+        token_scale,
+        skipped_mean,
+        b_gate,
+        b_up,
+        activation_params,
+        activation,
     )
     if out.device.type == "cpu":  # elsewhere the look at the values would stall the device
         out = _unread(out, h, active, w_down_t)
@@ -149,6 +161,16 @@ def differentiable(
     Unlike `gated_mlp`, an inf or NaN in a down row of an inactive neuron reaches the output, as in the dense MLP.
     """
     out, _, _ = _forward(
-        x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, b_gate, b_up, activation_params, activation
+        x,
+        w_gate,
+        w_up,
+        w_down_t,
+        threshold,
+        token_scale,
+        skipped_mean,
+        b_gate,
+        b_up,
+        activation_params,
+        activation,
     )
     return _add(out, b_down, skipped_out)
