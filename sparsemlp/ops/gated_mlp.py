@@ -74,7 +74,7 @@ def gated_mlp(
         a = activation(x @ w_gate.T + b_gate)
         u = x @ w_up.T + b_up
         kept = ~(abs(a) < token_scale[:, None] * threshold)      # a NaN is kept
-        h = where(kept & (a != 0), a * u, 0)                     # with skipped_mean: where(kept, a * u - skipped_mean, 0)
+        h = where(kept & (a != 0), a * u, 0)                     # or where(kept, a * u - skipped_mean, 0)
         out = h @ w_down_t + b_down + skipped_out
 
     Args:
