@@ -24,7 +24,22 @@ VALUE_ERROR = "sparsemlp: "
 """A compiled kernel marks errors about argument *values* with this prefix; they are raised again as ValueError."""
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str))
+PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_PLAIN = PLAIN_TENSORS | {type(None), str}
+
+
+def is_plain_eager(device: str) -> bool:
+    """No tracing, mode, transform or autocast wants to see this call; the caller has asked `is_compiling` itself."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.is_autocast_enabled(device)
+    )
+
+
+def value_error(error: RuntimeError) -> ValueError:
+    """A compiled kernel's complaint about values as Python's."""
+    return ValueError(str(error).split(VALUE_ERROR, 1)[1].splitlines()[0])
 
 
 class BackendUnavailableError(RuntimeError):
@@ -106,9 +121,7 @@ class Op:
         """
         if (
             torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() != 0
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch.is_autocast_enabled(args[0].device.type)
+            or not is_plain_eager(args[0].device.type)
             or not all(type(a) in _PLAIN for a in args)
         ):
             return self.overload(*args, backend)
@@ -148,7 +161,7 @@ class Op:
             return self.select(arguments, args[-1])(*arguments)
         except RuntimeError as error:
             if VALUE_ERROR in str(error):
-                raise ValueError(str(error).split(VALUE_ERROR, 1)[1].splitlines()[0]) from None
+                raise value_error(error) from None
             raise
 
     def _backward(self, ctx: Any, *grads: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "Activation", "apply", "get"]
+__all__ = ["ACTIVATIONS", "IDS", "Activation", "apply", "get"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ _ROWS = (
 ACTIVATIONS: dict[str, Activation] = {row.name: row for row in _ROWS}
 """Every activation by name, in the order of the compiled kernels' ids."""
 
-_IDS = {row.name: i for i, row in enumerate(_ROWS)}
+IDS: dict[str, int] = {row.name: i for i, row in enumerate(_ROWS)}
+"""The activations' ids in the compiled kernels."""
 
 
 def get(name: str) -> Activation:
@@ -146,11 +147,6 @@ def get(name: str) -> Activation:
     except (KeyError, TypeError):
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation is {name!r}, expected one of: {known}") from None
-
-
-def native_id(name: str) -> int:
-    """The activation's id in the compiled kernels."""
-    return _IDS[name]
 
 
 def apply(p: Tensor, name: str, params: Tensor | None = None, *, derivative: bool = False) -> Tensor:

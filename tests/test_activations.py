@@ -167,4 +167,4 @@ def test_the_kernels_list_the_same_names_in_the_same_order() -> None:
     assert body is not None
     names = [name.strip() for name in body.group(1).split(",")]
     assert names == [*ACTIVATIONS, "count"]
-    assert [activations.native_id(name) for name in ACTIVATIONS] == list(range(len(ACTIVATIONS)))
+    assert [activations.IDS[name] for name in ACTIVATIONS] == list(range(len(ACTIVATIONS)))

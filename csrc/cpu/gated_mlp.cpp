@@ -138,14 +138,19 @@ Tensor gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor t
                  OptionalTensor b_down, OptionalTensor activation_params, int64_t activation, int64_t isa) {
     const Dtype dtype = dtype_of(x);
     const ScalarType type = x.scalar_type();
-    STD_TORCH_CHECK(x.dim() == 2 && w_gate.dim() == 2, "x and w_gate must be matrices");
+    STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && w_gate.dim() == 2,
+                    "x must be a CPU tensor (..., D), w_gate a matrix");
+    STD_TORCH_CHECK(x.dim() == 2 || x.is_contiguous(), "x must be a matrix or contiguous");
     GatedMlpCall call{};
-    call.tokens = x.size(0);
-    call.width = x.size(1);
+    call.width = x.size(x.dim() - 1);
+    call.tokens = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); ++i)
+        call.tokens *= x.size(i);
     call.neurons = w_gate.size(0);
     STD_TORCH_CHECK(call.tokens <= kMaxTokens, "at most ", kMaxTokens, " tokens");
     STD_TORCH_CHECK(call.neurons <= INT32_MAX, "at most 2^31 - 1 neurons");
-    call.x = rows(x, "x", call.tokens, call.width, type, &call.x_stride);
+    call.x_stride = call.width;
+    call.x = x.dim() == 2 ? rows(x, "x", call.tokens, call.width, type, &call.x_stride) : x.const_data_ptr();
     call.w_gate = rows(w_gate, "w_gate", call.neurons, call.width, type, &call.gate_stride);
     call.w_up = rows(w_up, "w_up", call.neurons, call.width, type, &call.up_stride);
     call.w_down = rows(w_down_t, "w_down_t", call.neurons, call.width, type, &call.down_stride);
@@ -155,7 +160,7 @@ Tensor gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor t
     call.skipped_out = floats(skipped_out, "skipped_out", call.width);
     call.rule =
         thresholding(threshold, token_scale, skipped_mean, activation_params, activation, call.tokens, call.neurons);
-    const Tensor out = torch::stable::empty({call.tokens, call.width}, type);
+    const Tensor out = torch::stable::empty(x.sizes(), type);
     if (call.tokens == 0 || call.width == 0)
         return out;
     call.out = out.mutable_data_ptr();

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import _native, activations
+from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
 
-__all__ = ["MAX_FUSED_TOKENS", "forward"]
+__all__ = ["CHUNK", "MAX_FUSED_TOKENS", "direct", "forward"]
 
 CHUNK = 32
 """Tokens in one call of the fused kernel."""
@@ -30,6 +31,62 @@ _lib.define(
 )
 _fused = torch.ops.sparsemlp._gated_mlp_native.default
 _hidden = torch.ops.sparsemlp._gated_mlp_hidden_native.default
+
+
+def direct(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> Tensor | None:
+    """The fused kernel for a plain eager call of few tokens on unchecked arguments, x of shape (..., D); None: not so.
+
+    The kernel checks what it needs itself, and the public function's own checks are then only for naming what is wrong.
+    This takes 8 µs instead of 18 a call when everything is in the cache, and 30 instead of 100 between two layers of a
+    large model, whose weights have driven all code out of it.
+    """
+    name = activations.IDS.get(activation)
+    if (
+        name is None
+        or torch.compiler.is_compiling()
+        or _native.problem() is not None
+        or not is_plain_eager("cpu")
+    ):
+        return None
+    grad = torch.is_grad_enabled()
+    tensors = (
+        x,
+        w_gate,
+        w_up,
+        w_down_t,
+        threshold,
+        token_scale,
+        skipped_mean,
+        skipped_out,
+        b_gate,
+        b_up,
+        b_down,
+    )
+    for t in tensors:
+        if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
+            return None
+    if x.dim() == 0 or x.numel() > CHUNK * x.shape[-1]:
+        return None
+    try:
+        return _fused(*tensors, activation_params, name, _native.isa())
+    except RuntimeError as error:
+        if VALUE_ERROR in str(error):
+            raise value_error(error) from None
+        return None
 
 
 def _dense32(t: Tensor | None) -> Tensor | None:
@@ -64,7 +121,7 @@ def forward(
     indicator: str,
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
-    act, isa = activations.native_id(activation), _native.isa()
+    act, isa = activations.IDS[activation], _native.isa()
     limit, params = _dense32(threshold), _dense32(activation_params)
     mean, token_scale, skipped_out = _dense32(skipped_mean), _dense32(token_scale), _dense32(skipped_out)
     if x.stride(1) != 1 and x.shape[1] > 1:
