@@ -216,7 +216,7 @@ BAD = {
     "threshold-bool": (dict(threshold=True), r"threshold is bool, expected a number ≥ 0 or .*"),
     "out-alone": (
         dict(skipped_out=torch.ones(D)),
-        r"skipped_out is given without skipped_mean, expected both or skipped_mean alone; .*",
+        r"skipped_out is given without skipped_mean, expected both or the mean alone; .*",
     ),
     # names
     "activation": (dict(activation="swish"), r"activation is 'swish', expected one of: relu, .*, identity"),
