@@ -123,6 +123,9 @@ def gated_mlp(
     indicator: str,
 ) -> Tensor:
     """y of `sparsemlp.gated_mlp` for x of shape (T, D); the operator's arguments in order."""
+    on_cpu = x.device.type == "cpu"  # elsewhere a look at the values would stall the device
+    if on_cpu and not bool((threshold >= 0).all()):
+        raise ValueError("threshold holds a negative or NaN value, expected values >= 0 (inf: never active)")
     out, h, active = _forward(
         x,
         w_gate,
@@ -136,7 +139,7 @@ def gated_mlp(
         activation_params,
         activation,
     )
-    if out.device.type == "cpu":  # elsewhere the look at the values would stall the device
+    if on_cpu:
         out = _unread(out, h, active, w_down_t)
     return _add(out, b_down, skipped_out)
 
