@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = ["Backend", "BackendUnavailableError", "Op"]
 
@@ -24,8 +25,14 @@ VALUE_ERROR = "sparsemlp: "
 """A compiled kernel marks errors about argument *values* with this prefix; they are raised again as ValueError."""
 
 
+_AUTOCAST = ("cpu", "cuda")
 PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = PLAIN_TENSORS | {type(None), str}
+
+
+def autocasts(device: str) -> bool:
+    """Whether the operators' autocast rules apply on this device."""
+    return device in _AUTOCAST and torch.is_autocast_enabled(device)
 
 
 def is_plain_eager(device: str) -> bool:
@@ -33,8 +40,18 @@ def is_plain_eager(device: str) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.is_autocast_enabled(device)
+        and forward_ad._current_level < 0
+        and not autocasts(device)
     )
+
+
+def differentiates(*tensors: Tensor | None) -> bool:
+    """Whether autograd, forward-mode differentiation or a `torch.func` transform needs to see inside this call."""
+    if not torch.compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    ):
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def value_error(error: RuntimeError) -> ValueError:
@@ -108,8 +125,8 @@ class Op:
         torch.library.register_autograd(
             qualified, self._backward, setup_context=lambda *a, **k: None, lib=_lib
         )
-        for device in ("CPU", "CUDA"):
-            _lib.impl(name, self._autocast(device), f"Autocast{device}")
+        for device in _AUTOCAST:
+            _lib.impl(name, self._autocast(device), f"Autocast{device.upper()}")
         self.overload = getattr(torch.ops.sparsemlp, name).default
 
     def __call__(self, *args: Any, backend: str) -> Tensor:
@@ -168,11 +185,10 @@ class Op:
         raise RuntimeError(f"sparsemlp::{self.name} has no derivative; {self._hint}")
 
     def _autocast(self, device: str) -> Callable[..., Tensor]:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
-        kind = device.lower()
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
         def run(*args: Any) -> Tensor:
-            dtype = torch.get_autocast_dtype(kind)
+            dtype = torch.get_autocast_dtype(device)
             cast = [
                 a.to(dtype)
                 if i in self._castable

@@ -63,6 +63,8 @@ def direct(
     ):
         return None
     grad = torch.is_grad_enabled()
+    if grad and activation_params is not None and activation_params.requires_grad:
+        return None
     tensors = (
         x,
         w_gate,
@@ -126,6 +128,7 @@ def forward(
     mean, token_scale, skipped_out = _dense32(skipped_mean), _dense32(token_scale), _dense32(skipped_out)
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
+    b_gate, b_up, b_down = (None if b is None else b.contiguous() for b in (b_gate, b_up, b_down))
 
     def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
         return _fused(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native, _reasons, activations
-from sparsemlp._op import Backend, Op
+from sparsemlp._op import Backend, Op, autocasts, differentiates
 from sparsemlp.ops import _gated_mlp_native as native
 from sparsemlp.reference import gated_mlp as reference
 
@@ -145,14 +145,13 @@ def gated_mlp(
             skipped_out = reference.skipped_out(skipped_mean, w_down_t)
         _check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
     flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad
-        for t in (x, w_gate, w_up, w_down_t, skipped_mean, skipped_out, b_gate, b_up, b_down)
+    if differentiates(
+        x, w_gate, w_up, w_down_t, limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down, params
     ):
         if backend not in ("auto", "reference"):
             raise ValueError(
-                f"backend is {backend!r}, which has no derivative, and an input requires grad; use backend='auto', or "
-                "call it under torch.no_grad()"
+                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
+                "transforms it); use backend='auto', or call it under torch.no_grad()"
             )
         out = reference.differentiable(
             flat, w_gate, w_up, w_down_t, limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down, params,
@@ -230,8 +229,8 @@ def _check_like(name: str, t: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} is on {t.device}, expected x's device {x.device}; move one of them")
     if t.dtype == x.dtype:
         return
-    if t.is_floating_point() and t.element_size() >= 2 and torch.is_autocast_enabled(x.device.type):
-        return
+    if autocasts(x.device.type) and {t.dtype, x.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+        return  # autocast leaves float64 alone
     raise ValueError(f"{name} is {_dtype(t)}, expected x's dtype {_dtype(x)}; convert one of them")
 
 
