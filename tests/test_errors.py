@@ -300,7 +300,8 @@ def test_legal_thresholds(threshold: Any, tokens: int, backend: str) -> None:
 
 def test_a_backend_without_derivative_says_so() -> None:
     message = (
-        r"backend is 'native', which has no derivative, and an input requires grad \(or torch\.func transforms it\); .*torch\.no_grad\(\)"
+        r"backend is 'native', which has no derivative, and an input requires grad \(or torch\.func transforms it\); "
+        r".*torch\.no_grad\(\)"
     )
     for name in ("x", "w_gate", "w_up", "w_down_t"):
         raises(message, backend="native", **{name: arguments()[name].requires_grad_(True)})
