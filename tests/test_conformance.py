@@ -224,7 +224,7 @@ def test_the_threshold_itself_is_kept(tokens: int, dtype: torch.dtype, backend: 
     sample.w_down_t.fill_(1)
     sample.options["token_scale"] = torch.full((tokens,), 0.25)
     for threshold, kept in ((2.0, True), (torch.nextafter(torch.tensor(2.0), torch.tensor(3.0)), False)):
-        sample.threshold = torch.tensor(threshold)
+        sample.threshold = torch.as_tensor(threshold)
         sample.w_gate[1::2] = 0 if kept else -0.5
         out = sample.run(sparsemlp.gated_mlp, backend=backend)
         assert (out == (2.0 if kept else 0.0)).all()
