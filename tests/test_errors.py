@@ -220,6 +220,23 @@ BAD = {
     ),
     # names
     "activation": (dict(activation="swish"), r"activation is 'swish', expected one of: relu, .*, identity"),
+    "activation-list": (
+        dict(activation=[], threshold=torch.tensor(0.0)),
+        r"activation is \[\], expected one of: relu, .*",
+    ),
+    "threshold-beyond-floats": (dict(threshold=10**400), r"threshold is 10+, expected a number ≥ 0 .*"),
+    "params-half": (
+        dict(activation="mix", activation_params=torch.ones(1, dtype=torch.float16)),
+        r"activation_params is float16 on cpu, expected float32 on x's device cpu",
+    ),
+    "x-sparse": (
+        dict(x=torch.eye(D).to_sparse()),
+        r"x has layout torch.sparse_coo, expected torch.strided; .*",
+    ),
+    "weight-sparse": (
+        dict(w_up=torch.ones(F, D).to_sparse()),
+        r"w_up has layout torch.sparse_coo, expected torch.strided; .*",
+    ),
     "activation-none": (dict(activation=None), r"activation is None, expected one of: relu, .*"),
     "backend": (dict(backend="cuda"), r"backend is 'cuda', expected one of: auto, native, .*reference"),
     "backend-none": (dict(backend=None), r"backend is None, expected one of: auto, .*"),

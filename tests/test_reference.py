@@ -182,3 +182,12 @@ def test_vmap() -> None:
         )
         out = batched(sample.x.reshape(-1, size, sample.x.shape[1]))
         assert torch.allclose(out.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_numpy_number_is_a_threshold() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is not a dependency")
+    sample = build(Case("numpy"), torch.float32)
+    expected = sparsemlp.gated_mlp(sample.x, *sample.weights, threshold=0.25)
+    assert torch.equal(
+        sparsemlp.gated_mlp(sample.x, *sample.weights, threshold=numpy.float32(0.25)), expected
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -182,6 +183,7 @@ def _check_tensors(
     if not isinstance(x, Tensor) or x.dim() == 0:
         what = f"shape {_shape(x)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x is {what}, expected a tensor of shape (..., D); add a dimension")
+    _check_like("x", x, x)
     if not x.is_floating_point() or x.element_size() < 2:
         raise ValueError(f"x is {_dtype(x)}, expected float32, bfloat16, float16 or float64; convert it")
     d = x.shape[-1]
@@ -196,12 +198,12 @@ def _check_tensors(
     for name, w, hint in zip(("w_gate", "w_up", "w_down_t"), (w_gate, w_up, w_down_t), hints, strict=True):
         if not isinstance(w, Tensor) or w.dim() != 2 or w.shape[0] != f or w.shape[1] != d:
             raise ValueError(f"{name} is {_what(w)}, expected (F, D) = ({f}, {d}): {hint}")
+        _check_like(name, w, x)
         if d > 1 and f > 0 and w.stride(1) != 1:
             raise ValueError(
                 f"{name} has strides {tuple(w.stride())}, expected unit stride inside a row; store it row by row, e.g. "
                 f"{name}.contiguous()"
             )
-        _check_like(name, w, x)
     for name, b, size, letter in (
         ("b_gate", b_gate, f, "F"),
         ("b_up", b_up, f, "F"),
@@ -224,7 +226,9 @@ def _what(t: object) -> str:
 
 
 def _check_like(name: str, t: Tensor, x: Tensor) -> None:
-    """t's dtype and device are x's; under autocast the dtypes may differ, the operator converts them."""
+    """t's layout, dtype and device are x's; under autocast the dtypes may differ, the operator converts them."""
+    if t.layout != torch.strided:
+        raise ValueError(f"{name} has layout {t.layout}, expected torch.strided; call {name}.to_dense()")
     if t.device != x.device:
         raise ValueError(f"{name} is on {t.device}, expected x's device {x.device}; move one of them")
     if t.dtype == x.dtype:
@@ -266,7 +270,7 @@ def _check_activation(x: Tensor, activation: str, params: Tensor | None) -> Tens
         raise ValueError(
             f"activation_params is {_what(params)}, expected {wanted} for activation {activation!r}"
         )
-    if not params.is_floating_point() or params.device != x.device:
+    if params.dtype not in (torch.float32, torch.float64) or params.device != x.device:
         raise ValueError(
             f"activation_params is {_dtype(params)} on {params.device}, expected float32 on x's device {x.device}"
         )
@@ -282,14 +286,18 @@ def _as_threshold(threshold: float | Tensor, x: Tensor, f: int) -> Tensor:
                 f"threshold is {_dtype(threshold)} on {threshold.device}, expected float32 on x's device {x.device}"
             )
         return threshold
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise ValueError(
             f"threshold is {type(threshold).__name__}, expected a number ≥ 0 or a float32 tensor of shape () or (F,)"
         )
-    if not threshold >= 0:
+    try:
+        number = float(threshold)
+    except OverflowError:  # an integer beyond the floats
+        number = math.nan
+    if not number >= 0:
         raise ValueError(f"threshold is {threshold}, expected a number ≥ 0 (inf: never active)")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.full((), float(threshold), dtype=dtype, device=x.device)
+    return torch.full((), number, dtype=dtype, device=x.device)
 
 
 def _check_token_scale(scale: Tensor, x: Tensor, tokens: int) -> Tensor:
