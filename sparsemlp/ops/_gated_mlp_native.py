@@ -51,8 +51,7 @@ def direct(
     """The fused kernel for a plain eager call of few tokens on unchecked arguments, x of shape (..., D); None: not so.
 
     The kernel checks what it needs itself, and the public function's own checks are then only for naming what is wrong.
-    This takes 8 µs instead of 18 a call when everything is in the cache, and 30 instead of 100 between two layers of a
-    large model, whose weights have driven all code out of it.
+    A call then costs 9 µs instead of 18 beyond the computing (inference mode, everything in the cache).
     """
     name = activations.IDS.get(activation) if type(activation) is str else None
     if (
