@@ -64,7 +64,7 @@ ENTRIES: dict[str, Entry] = {
         Entry(
             name="gated_mlp",
             shapes=tuple(name for name, shape in SHAPES.items() if shape.gated),
-            conformance=Conformance("tests/test_conformance.py", "gated_mlp"),
+            conformance=Conformance("tests/test_conformance_gated_mlp.py", "gated_mlp"),
             workload=GatedMlp,
             dense=(
                 Dense("eager", "PyTorch eager", partial(_eager, _linear_weights)),

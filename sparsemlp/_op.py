@@ -132,8 +132,8 @@ class Op:
     def __call__(self, *args: Any, backend: str) -> Tensor:
         """Through PyTorch's dispatcher where anything but a plain eager call is going on, else straight to the backend.
 
-        The straight way saves 10 µs a call, and the backend's own operator is still a registered one. The caller has seen to
-        gradients: none of `args` needs one here.
+        The straight way saves 10 µs a call, and the backend's own operator is still a registered one. The caller has
+        seen to gradients: none of `args` needs one here.
         """
         if (
             torch.compiler.is_compiling()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,3 +181,16 @@ def test_targets_mode_measures_its_own_cases(
     assert code == int("FAIL" in out)
     names = sorted(path.name for path in (tmp_path / "out").rglob("targets/*.csv"))
     assert names == sorted(f"gated_mlp_tiny_{dtype}_t{tokens}.csv" for dtype, tokens, _ in targets.CASES)
+
+
+@pytest.mark.parametrize("name", sorted(registry.ENTRIES))
+def test_every_operator_is_gated_by_tests_that_exist(name: str) -> None:
+    tests = registry.get(name).conformance
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", tests.path, "-k", tests.select, "--collect-only", "-q"],
+        cwd=gate.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-300:]
+    assert done.stdout.count("::") > 100

@@ -15,7 +15,7 @@ from sparsemlp import _env, _native, activations
 from sparsemlp.ops.gated_mlp import OP
 from tests.backends import backends
 from tests.cases import CASES, DTYPES, Case, build
-from tests.test_conformance import bits, check
+from tests.test_conformance_gated_mlp import bits, check
 
 NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 EVERY_ISA = pytest.mark.parametrize("isa", [
