@@ -91,12 +91,18 @@ template <class S> struct Slot {
             dots<V::kRowTile>(n, row, next, out);
     }
 
-    // Activations of neurons [j0, j0 + n) for all tokens, into out[n][T].
+    // Activations of neurons [j0, j0 + n) for all tokens, into out[n][T]; the rows of the slot's next block are
+    // prefetched behind this one's.
     void gate(int64_t j0, int64_t n, float* out) {
         const int64_t ahead = T == 1 ? V::kRowTileOne : V::kRowTile;
+        const int64_t jump = (call.slots - 1) * kBlock;
         dots_any(
             n, [=, this](int64_t i) { return gate_row(j0 + i); },
-            [=, this](int64_t i) { return gate_row(j0 + (i + ahead < n ? i + ahead : i)); }, out);
+            [=, this](int64_t i) {
+                const int64_t j = j0 + i + ahead + (i + ahead < n ? 0 : jump);
+                return gate_row(j < call.neurons ? j : j0 + i);
+            },
+            out);
         if (call.b_gate != nullptr) {
             const S* b = static_cast<const S*>(call.b_gate) + j0;
             for (int64_t i = 0; i < n; ++i)
