@@ -1,6 +1,7 @@
 # Everything runs in .venv, made here; needed are Python 3.10 or later, a C++20 compiler and a package index.
 #
-#   make demo        sparsify a real language model and show what it bought (QUICK=1: the short form)
+#   make demo        sparsify a real language model and show what it bought, in build/demo (QUICK=1: the short form;
+#                    OUT=docs/demo: the figures that README shows)
 #   make test        the test suite                  make test-full   with the slow tests and real weights
 #   make bench       latency against sparsity        make lint        formatting, types, the house's own rules
 #   make readme      refresh README's tables from docs/demo and benchmarks/results
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 TRITON ?= 3.9.0
 PYTHON ?= python3
 PYTEST_ARGS ?=
+OUT ?= build/demo
 BENCH_ARGS ?= --op gated_mlp --shape llama3-8b --dtype bf16 --tokens 1
 
 VENV := .venv$(if $(filter $(PIN),$(TORCH)),,-$(TORCH))
@@ -29,7 +31,7 @@ NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built $(VENV)/.run $(VENV)/.data
-	$(VENV)/bin/sparsemlp demo --out docs/demo $(if $(QUICK),--quick)
+	$(VENV)/bin/sparsemlp demo --out $(OUT) $(if $(QUICK),--quick)
 
 test: $(VENV)/.built $(VENV)/.test
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
@@ -64,7 +66,7 @@ $(VENV)/.ready-$(TORCH): requirements/constraints.txt
 	  || { test -z "$(TORCH_INDEX)" && test "$$(uname -s)" = Linux && ! test -e /dev/nvidiactl \
 	       && $(PIP) install $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null; } \
 	  || $(PIP) install $(TORCH_INDEX) "torch==$(TORCH)"
-	$(PY) -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
+	$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
 	$(PIP) install $(PINNED) --group build
 	@rm -f $(VENV)/.ready-* && touch $@
 
@@ -75,7 +77,8 @@ $(VENV)/.installed: $(VENV)/.ready-$(TORCH) setup.py pyproject.toml
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed setup.py $(NATIVE)
-	$(PY) setup.py -q build_ext --inplace
+	@echo "compiling the kernels"
+	@$(PY) setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.ready-$(TORCH) pyproject.toml

@@ -111,7 +111,7 @@ def _add_bench(commands: Any, run: Mapping[str, Command]) -> None:
         "  sparsemlp bench ./smollm2 --plan plan50 --dtype fp32 --json > result.json\n\n"
         "--json prints {model, dtype, machine, perplexity_tokens, results: [{name, method, target, sparsity,\n"
         "perplexity, mlp_ms, mlp_speedup, tokens_per_s, speedup}]}; perplexity is null without --text.\n"
-        "Other programs on the machine change the figures but hit all rows alike: trust the ratios.",
+        "Measure on an idle machine: where other programs take its cores, PyTorch loses more than these kernels.",
     )
     parser.add_argument(
         "model", metavar="MODEL_DIR", type=Path, help="a Hugging Face model folder with a tokenizer"
