@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -137,7 +138,12 @@ def _print_bench(args: argparse.Namespace, results: list[dict[str, Any]], tokens
             "machine": where,
             "perplexity_tokens": tokens,
         }
-        print(json.dumps({**document, "results": results}, indent=1))
+        # JSON has no NaN and no inf
+        finite = [
+            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            for row in results
+        ]
+        print(json.dumps({**document, "results": finite}, indent=1, allow_nan=False))
         return
     rows = []
     for r in results:

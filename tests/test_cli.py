@@ -191,6 +191,14 @@ def test_truncated_weights(model: Path, tmp_path: Path, capsys):
     assert_sentence(cli.main(["bench", str(folder)]), capsys, "cannot be loaded")
 
 
+def test_weights_that_are_not_all_there(model: Path, tmp_path: Path, capsys):
+    folder = shutil.copytree(model, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
+    assert_sentence(cli.main(["bench", str(folder), *FAST]), capsys, "lacks 1 of the model's weights", name)
+
+
 def test_model_without_tokenizer(model: Path, tmp_path: Path, capsys):
     folder = shutil.copytree(model, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
     assert_sentence(cli.main(["bench", str(folder)]), capsys, "cannot be loaded", "tokenizer")

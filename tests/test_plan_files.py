@@ -165,7 +165,11 @@ def test_missing_file(saved: Path, name: str) -> None:
     assert f"{name} cannot be read" in refused(saved)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": "sparsemlp-plan", "version"', "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", '{"format": "sparsemlp-plan", "version"', "\xff\xfe", "[" * 200_000, "9" * 5000],
+    ids=["empty", "open", "cut", "no-text", "deep", "digits"],
+)
 def test_damaged_json(saved: Path, text: str) -> None:
     (saved / "plan.json").write_bytes(text.encode("latin-1"))
     assert "plan.json is not valid JSON" in refused(saved)
@@ -188,7 +192,10 @@ def test_json_of_something_else(saved: Path, text: str) -> None:
         ({"method": ["cats"]}, "method is ['cats'], expected one of"),
         ({"target": 1.5}, "target is 1.5, expected a share in [0, 1)"),
         ({"target": float("nan")}, "target is nan, expected a share"),
-        ({"calibration_tokens": None}, "plan.json is damaged"),
+        ({"calibration_tokens": None}, "tokens is None, expected the number of calibration tokens"),
+        ({"calibration_tokens": -1}, "tokens is -1, expected the number of calibration tokens"),
+        ({"calibration_tokens": float("inf")}, "tokens is inf, expected the number of calibration tokens"),
+        ({"package_version": None}, "package_version is None, expected a string"),
         ({"layers": []}, "plan.json is damaged"),
         (
             {"layers": {}},

@@ -191,3 +191,8 @@ def test_a_numpy_number_is_a_threshold() -> None:
     assert torch.equal(
         sparsemlp.gated_mlp(sample.x, *sample.weights, threshold=numpy.float32(0.25)), expected
     )
+
+
+def test_a_number_beyond_float32_is_infinite() -> None:
+    sample = build(Case("numpy"), torch.float32)
+    assert bool((sparsemlp.gated_mlp(sample.x, *sample.weights, threshold=1e300) == 0).all())

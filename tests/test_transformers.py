@@ -172,6 +172,15 @@ def test_a_wrong_plan_changes_nothing(change, message: str):
     assert all(p.is_contiguous() for p in model.parameters())
 
 
+def test_what_is_no_plan_or_no_model_gets_a_sentence():
+    with pytest.raises(ValueError, match=r"^plan is str, expected a sparsemlp.Plan; load it with"):
+        sparsify(make(), "plan50")
+    with pytest.raises(ValueError, match=r"^model is NoneType, expected a loaded model"):
+        sparsify(None)
+    with pytest.raises(ValueError, match=r"^threshold is 10+, expected"):
+        sparsify(make(), threshold=10**400)
+
+
 def test_a_plan_of_another_model_is_refused_by_its_check():
     class Other(StandInPlan):
         def check(self, model: nn.Module) -> None:

@@ -87,6 +87,14 @@ class Plan:
     def __post_init__(self) -> None:
         check_method(self.method)
         check_target(self.target)
+        if type(self.tokens) is not int or self.tokens < 0:
+            raise ValueError(
+                f"tokens is {self.tokens!r}, expected the number of calibration tokens; calibrate again"
+            )
+        if not isinstance(self.package_version, str):
+            raise ValueError(
+                f"package_version is {self.package_version!r}, expected a string; calibrate again"
+            )
         known = fingerprints.layers(self.fingerprint)
         for name in known:
             if name not in self.layers:
@@ -212,8 +220,8 @@ class Plan:
             record["target"],
             record["fingerprint"],
             layers,
-            int(record["calibration_tokens"]),
-            str(record["package_version"]),
+            record["calibration_tokens"],
+            record["package_version"],
         )
 
 
@@ -268,12 +276,13 @@ def _check_layer(name: str, layer: LayerPlan, neurons: int) -> None:
 
 def _record(path: Path) -> dict[str, Any]:
     """The JSON's content after the checks that tell a plan of this version."""
+    data = _read(path)
     try:
-        record = json.loads(_read(path))
-    except ValueError as error:
-        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
-            raise ValueError(f"{path} is not valid JSON ({error}); save the plan again") from None
-        raise
+        record = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON (nested too deeply); save the plan again") from None
+    except ValueError as error:  # also an integer of too many digits
+        raise ValueError(f"{path} is not valid JSON ({error}); save the plan again") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a plan, expected format {FORMAT!r}; point to a folder written by Plan.save"

@@ -110,9 +110,14 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     transformers = _transformers()
     # safetensors only: the other format is a pickle, which runs code when read
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
+    if info["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(info["missing_keys"])
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the model's weights ({missing[0]} …), expected all; save the model again"
+        )
     for parameter in model.parameters():  # out of the mapped file: all weights in memory of one kind
         parameter.data = parameter.data.clone()
     return model.eval()

@@ -101,7 +101,7 @@ def quality(model: nn.Module, windows: Sequence[Tensor]) -> Quality:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
             count += ids.shape[-1] - 1
-    return Quality(math.exp(loss / count) if loss / count < 700 else math.inf, meter.sparsity, count)
+    return Quality(math.inf if loss / count >= 700 else math.exp(loss / count), meter.sparsity, count)
 
 
 def decode_speed(model: nn.Module, prompt: Tensor, *, tokens: int = 32) -> DecodeSpeed:

@@ -95,6 +95,14 @@ def sparsify(
         ValueError: no such MLP (the message lists what was seen), an unknown activation, or a plan for another model.
     """
     OP.check_backend(backend)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is {type(model).__name__}, expected a loaded model (torch.nn.Module); load it first"
+        )
+    if plan is not None and not hasattr(plan, "check"):
+        raise ValueError(
+            f"plan is {type(plan).__name__}, expected a sparsemlp.Plan; load it with sparsemlp.Plan.load"
+        )
     mlps, rejected = _survey(model)
     if not mlps:
         raise ValueError(_nothing_found(model, rejected))

@@ -178,6 +178,13 @@ def activation_of(module: nn.Module) -> str | None:
     return None
 
 
+def _is_plain_tensor(tensor: Tensor | None) -> bool:
+    """A tensor whose memory may be read, or what stands for one while torch.export traces."""
+    return type(tensor) in _PLAIN or (
+        torch.compiler.is_compiling() and type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+    )
+
+
 def is_plain(linear: nn.Module | None) -> bool:
     """Whether the layer is exactly x @ weight.T + bias, so that its tensors may be used without calling it.
 
@@ -195,8 +202,8 @@ def is_plain(linear: nn.Module | None) -> bool:
     tensors = linear._parameters
     bias = tensors.get("bias")
     return (
-        type(tensors.get("weight")) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
+        _is_plain_tensor(tensors.get("weight"))
+        and (bias is None or _is_plain_tensor(bias))
         and "forward" not in linear.__dict__
     )
 
@@ -212,7 +219,7 @@ def obstacle(child: nn.Module | None) -> str | None:
         return "has a replaced forward (a device hook, or another library's patch)"
     for name in ("weight", "bias"):
         tensor = child._parameters.get(name)
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and not _is_plain_tensor(tensor):
             return f"has a {name} of type {type(tensor).__name__}, not a plain tensor"
     if child._parameters.get("weight") is None:
         return "has no parameter weight"

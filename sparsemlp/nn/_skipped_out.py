@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsemlp.reference import gated_mlp as reference
 
-__all__ = ["skipped_out"]
+__all__ = ["forget", "skipped_out"]
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """weight -> (mean, key, W_down μ)."""
@@ -58,6 +58,13 @@ torch.library.register_fake(
 )
 
 
+def forget(weight: Tensor | None) -> None:
+    """Drops what was computed from a weight: for changes that leave no trace in its version (`weight.data` written to,
+    fused optimizers)."""
+    if weight is not None:
+        _known.pop(weight, None)
+
+
 def skipped_out(mean: Tensor, weight: Tensor) -> Tensor:
     """W_down μ in float32 (float64 for a float64 weight), with gradients where they are wanted.
 
@@ -69,6 +76,8 @@ def skipped_out(mean: Tensor, weight: Tensor) -> Tensor:
         (D,). Not to be written into: outside of gradients and compiled graphs it is the cached tensor.
     """
     if torch.is_grad_enabled() and (weight.requires_grad or mean.requires_grad):
+        if not torch.compiler.is_compiling():
+            forget(weight)  # a training step: the optimizer may change the weight without a trace
         return reference.skipped_out(mean, weight.t())
     if torch.compiler.is_compiling():
         return torch.ops.sparsemlp._skipped_out.default(mean, weight)

@@ -21,7 +21,11 @@ def checked_threshold(threshold: float | Tensor, neurons: int | None) -> Tensor:
             raise ValueError(f"threshold has shape {tuple(threshold.shape)}, expected {expected}")
         value = threshold.detach().to("cpu", torch.float32)
     elif isinstance(threshold, (int, float)) and not isinstance(threshold, bool):
-        value = torch.tensor(float(threshold), dtype=torch.float32, device="cpu")
+        try:
+            number = float(threshold)
+        except OverflowError:
+            raise ValueError(f"threshold is {threshold}, expected {expected}") from None
+        value = torch.tensor(number, dtype=torch.float32, device="cpu")
     else:
         raise ValueError(f"threshold is {type(threshold).__name__}, expected {expected}")
     if not bool((value >= 0).all()):

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from sparsemlp import activations
 from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
-from sparsemlp.nn._skipped_out import skipped_out
+from sparsemlp.nn._skipped_out import forget, skipped_out
 from sparsemlp.nn._thresholds import checked_mean, checked_params, checked_threshold
 from sparsemlp.ops import gated_mlp
 from sparsemlp.ops.gated_mlp import OP
@@ -157,6 +157,16 @@ class SparseGatedMLP(nn.Module):
             self._converted = False
         return dense
 
+    def train(self, mode: bool = True) -> SparseGatedMLP:
+        forget(self._down_weight())
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A child put in or back, such as a layer that an adapter was merged into, may have another weight inside."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            forget(self._down_weight())
+
     def forward(self, x: Tensor, *, token_scale: Tensor | None = None) -> Tensor:
         """The MLP's output.
 
@@ -231,7 +241,11 @@ class SparseGatedMLP(nn.Module):
                 )
             ):
                 return False
-        return _is_neuron_major(down._parameters["weight"])  # type: ignore[union-attr, arg-type]
+        return _is_neuron_major(down._parameters["weight"]) and all(  # type: ignore[union-attr, arg-type]
+            _has_rows(children[name]._parameters["weight"])  # type: ignore[union-attr, arg-type]
+            for name in members.linears
+            if name != members.down
+        )
 
     def _why_dense(self) -> str | None:
         """`_fusable`'s reasons in words, or None."""
@@ -240,6 +254,9 @@ class SparseGatedMLP(nn.Module):
             reason = dense_gated_mlp.obstacle(children[name])
             if reason is not None:
                 return f"{name} {reason}"
+            weight = children[name]._parameters["weight"]  # type: ignore[union-attr]
+            if name != members.down and not _has_rows(weight):  # type: ignore[arg-type]
+                return f"{name}.weight is not stored row by row (make it contiguous)"
         if members.act is not None:
             act = children.get(members.act)
             if type(act) is not self._act_type:
@@ -306,7 +323,9 @@ class SparseGatedMLP(nn.Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
+            if (
+                old is not None and new is not None
+            ):  # the old values: `fn` may round, drop or (to_empty) invent them
                 self._buffers[name] = old.to(new.device)
         self._relayout()
         return self
@@ -316,6 +335,11 @@ def _tensors(linear: nn.Module | None) -> tuple[Tensor, Tensor | None]:
     """A plain layer's weight and bias, without the cost of attribute look-up in `nn.Module`."""
     tensors: dict[str, Any] = linear._parameters  # type: ignore[union-attr]
     return tensors["weight"], tensors["bias"]
+
+
+def _has_rows(weight: Tensor) -> bool:
+    """Whether a row of the weight lies in consecutive memory."""
+    return weight.stride(1) == 1 or weight.shape[1] <= 1 or weight.shape[0] == 0
 
 
 def _is_neuron_major(weight: Tensor) -> bool:

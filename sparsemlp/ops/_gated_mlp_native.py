@@ -156,7 +156,9 @@ def forward(
     h = _hidden(pre, up, limit, token_scale, mean, params, act, isa)
     out = F.linear(h, w_down_t.t(), _sum(b_down, skipped_out, x.dtype))
     bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
-    if bool(bad.any()):  # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart
+    # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is the
+    # latter; their sum is not finite where one of them is not.
+    if bool(bad.any()) and not bool(w_down_t.sum(dtype=torch.float32).isfinite()):
         out = out.clone()
         for i in bad.nonzero().flatten().tolist():
             out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])

@@ -297,6 +297,8 @@ def _as_threshold(threshold: float | Tensor, x: Tensor, f: int) -> Tensor:
     if not number >= 0:
         raise ValueError(f"threshold is {threshold}, expected a number ≥ 0 (inf: never active)")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if number > torch.finfo(dtype).max:
+        number = math.inf
     return torch.full((), number, dtype=dtype, device=x.device)
 
 
