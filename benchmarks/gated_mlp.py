@@ -92,7 +92,8 @@ class GatedMlp:
         tokens: rows of x in a call, T.
         activation: a row of `sparsemlp.activations.ACTIVATIONS` without parameters.
         layers: layers to cycle through.
-        share: another workload of the same shape, dtype and activation whose weights are used.
+        share: another workload of the same shape, dtype, activation and device whose weights are used.
+        device: where weights and inputs are made.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GatedMlp:
         *,
         seed: int = 0,
         share: GatedMlp | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not shape.gated:
             raise ValueError(
@@ -113,8 +115,9 @@ class GatedMlp:
         if activations.get(activation).params:
             raise ValueError(f"activation is {activation!r}, which has parameters, expected one without")
         self.shape, self.dtype, self.tokens, self.activation = shape, dtype, tokens, activation
-        self.generator = torch.Generator().manual_seed(seed + 1)
-        weights = torch.Generator().manual_seed(seed)
+        self.device = torch.device(device)
+        self.generator = torch.Generator(device).manual_seed(seed + 1)
+        weights = torch.Generator(device).manual_seed(seed)
         made = share.layers if share is not None else [self._layer(weights) for _ in range(layers)]
         self.layers: list[Layer] = made
         self._calibration: dict[int, Tensor] = share._calibration if share is not None else {}
@@ -124,7 +127,9 @@ class GatedMlp:
 
         def matrix(inputs: int) -> Tensor:
             bound = (3 / inputs) ** 0.5  # variance 1/inputs: p, u and y are about N(0, 1)
-            return torch.empty(f, d, dtype=self.dtype).uniform_(-bound, bound, generator=generator)
+            return torch.empty(f, d, dtype=self.dtype, device=self.device).uniform_(
+                -bound, bound, generator=generator
+            )
 
         gate, up, down_t = matrix(d), matrix(d), matrix(f)
         return Layer(gate, up, down_t.t().contiguous(), down_t)
@@ -141,7 +146,7 @@ class GatedMlp:
     def fresh(self) -> list[Tensor]:
         """An x for every layer, never seen before: (T, D) each."""
         size = (len(self.layers), self.tokens, self.shape.d)
-        return list(torch.randn(size, generator=self.generator).to(self.dtype).unbind())
+        return list(torch.randn(size, generator=self.generator, device=self.device).to(self.dtype).unbind())
 
     def own(self, sparsity: float, backend: str = "auto") -> Call:
         """This package's kernel with every layer's threshold set for `sparsity` (0: threshold 0)."""
@@ -170,15 +175,17 @@ class GatedMlp:
     def threshold(self, i: int, sparsity: float) -> Tensor:
         """Layer i's threshold for `sparsity`: a 0-d float32 tensor, the exact quantile over calibration x's."""
         if sparsity <= 0:
-            return torch.zeros(())
+            return torch.zeros((), device=self.device)
         if i not in self._calibration:
-            generator = torch.Generator().manual_seed(1_000_003 + i)
-            x = torch.randn(_CALIBRATION_TOKENS, self.shape.d, generator=generator).to(self.dtype)
+            generator = torch.Generator(self.device).manual_seed(1_000_003 + i)
+            x = torch.randn(_CALIBRATION_TOKENS, self.shape.d, generator=generator, device=self.device).to(
+                self.dtype
+            )
             a = activations.apply(self.preactivation(i, x), self.activation)
             self._calibration[i] = a.abs().flatten().sort().values
         values = self._calibration[i]
         k = round(sparsity * len(values))  # `k` values are below the k-th: active is not (|a| < t)
-        return values[k].clone() if k < len(values) else torch.full((), float("inf"))
+        return values[k].clone() if k < len(values) else torch.full((), float("inf"), device=self.device)
 
     def active(self, i: int, x: Tensor, sparsities: Sequence[float]) -> list[Tensor]:
         """The masks of layer i at each sparsity for x of shape (…, D): (…, F) bool."""

@@ -1,6 +1,6 @@
 """sparsemlp: kernels that skip the zeros in Transformer MLPs.
 
-Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` for the operator, `sparsemlp.nn` for modules,
+Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` and `sparsemlp.activation` for the operators, `sparsemlp.nn` for modules,
 `sparsemlp.calibrate` for thresholds, and `sparsemlp.integrations.transformers` for Hugging Face models.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sparsemlp._op import BackendUnavailableError
-from sparsemlp.ops import gated_mlp
+from sparsemlp.ops import activation, gated_mlp
 
 if TYPE_CHECKING:
     from sparsemlp.calibration import Plan, calibrate
 
 __version__ = "0.1.0"
 
-__all__ = ["BackendUnavailableError", "Plan", "__version__", "calibrate", "gated_mlp"]
+__all__ = ["BackendUnavailableError", "Plan", "__version__", "activation", "calibrate", "gated_mlp"]
 
 
 def __getattr__(name: str) -> Any:

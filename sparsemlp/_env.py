@@ -1,5 +1,7 @@
 """Every environment variable the package reads, parsed once at import.
 
+`TRITON_INTERPRET` is Triton's own and is read when a kernel is defined: see `sparsemlp._triton`.
+
 | variable | values | effect |
 | --- | --- | --- |
 | `SPARSEMLP_ISA` | portable, avx2, avx512, avx512bf16 | use this instruction set instead of the best one |

@@ -47,11 +47,16 @@ def is_plain_eager(device: str) -> bool:
 
 def differentiates(*tensors: Tensor | None) -> bool:
     """Whether autograd, forward-mode differentiation or a `torch.func` transform needs to see inside this call."""
-    if not torch.compiler.is_compiling() and (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    ):
-        return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return (not torch.compiler.is_compiling() and transformed()) or _requires_grad(tensors)
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation sees this call; asked outside of tracing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def value_error(error: RuntimeError) -> ValueError:
@@ -75,6 +80,8 @@ class Backend:
     """Why this machine cannot, or None."""
     call: Callable[..., str | None] = lambda *args: None
     """Why this call's arguments, of which the first is a tensor, cannot, or None."""
+    unasked: tuple[str, ...] = ()
+    """Devices on which `auto` passes this backend over: there it is right, but slow."""
     _loaded: list[Callable[..., Any]] = field(default_factory=list, compare=False, repr=False)
 
     def why_not(self, args: tuple[Any, ...]) -> str | None:
@@ -96,10 +103,14 @@ class Op:
     Args:
         name: the operator's name in `torch.ops.sparsemlp`.
         args: its schema without the backend, e.g. `"Tensor x, Tensor? bias, str activation"`.
-        fake: shapes and strides of the output, from the same arguments.
+        returns: its outputs in the schema.
+        fake: shapes and strides of the outputs, from the same arguments.
         reference: the PyTorch reference, same arguments.
         backends: fastest first; `auto` takes the first without a reason against it, else the reference.
         castable: positions of the arguments that autocast converts (x, weights, biases; never thresholds or means).
+        derivative: (setup_context, backward) as `torch.library.register_autograd` wants them; None: there is none, and
+            differentiating raises.
+        derivative_hint: what to do where there is none.
     """
 
     def __init__(
@@ -107,41 +118,56 @@ class Op:
         name: str,
         args: str,
         *,
-        fake: Callable[..., Tensor],
-        reference: Callable[..., Tensor],
+        returns: str = "Tensor",
+        fake: Callable[..., Any],
+        reference: Callable[..., Any],
         backends: tuple[Backend, ...],
         castable: tuple[int, ...],
-        derivative_hint: str,
+        derivative: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+        derivative_hint: str = "",
     ) -> None:
         self.name = name
         self.reference = reference
         self.backends = backends
         self._castable = frozenset(castable)
         self._hint = derivative_hint
-        _lib.define(f"{name}({args}, str backend) -> Tensor", tags=(torch.Tag.needs_exact_strides,))
+        self._derivative = derivative
+        setup_context, backward = derivative or (lambda *a, **k: None, self._backward)
+        _lib.define(f"{name}({args}, str backend) -> {returns}", tags=(torch.Tag.needs_exact_strides,))
         qualified = f"sparsemlp::{name}"
         torch.library.register_fake(qualified, lambda *a: fake(*a[:-1]), lib=_lib)
         _lib.impl(name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_autograd(
-            qualified, self._backward, setup_context=lambda *a, **k: None, lib=_lib
-        )
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_lib)
         for device in _AUTOCAST:
             _lib.impl(name, self._autocast(device), f"Autocast{device.upper()}")
         self.overload = getattr(torch.ops.sparsemlp, name).default
 
-    def __call__(self, *args: Any, backend: str) -> Tensor:
+    def __call__(self, *args: Any, backend: str) -> Any:
         """Through PyTorch's dispatcher where anything but a plain eager call is going on, else straight to the backend.
 
-        The straight way saves 10 µs a call, and the backend's own operator is still a registered one. The caller has
-        seen to gradients: none of `args` needs one here.
+        The straight way saves 10 µs a call, and the backend's own operator is still a registered one. The caller of an
+        operator without a derivative has seen to gradients: none of `args` needs one here.
         """
         if (
             torch.compiler.is_compiling()
             or not is_plain_eager(args[0].device.type)
             or not all(type(a) in _PLAIN for a in args)
+            or (self._derivative is not None and _requires_grad(args))
         ):
             return self.overload(*args, backend)
         return self._run(*args, backend)
+
+    def function(self) -> type[torch.autograd.Function]:
+        """The operator as a `torch.autograd.Function` of the same derivative; `apply(*args, backend)`."""
+        assert self._derivative is not None, f"{self.name} has no derivative"
+        setup_context, backward = self._derivative
+        members = {
+            "forward": staticmethod(self._run),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+        }
+        name = "".join(part.capitalize() for part in self.name.split("_")) + "Function"
+        return type(name, (torch.autograd.Function,), members)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -152,13 +178,14 @@ class Op:
         if backend not in self.choices:
             raise ValueError(f"backend is {backend!r}, expected one of: {', '.join(self.choices)}")
 
-    def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Tensor]:
+    def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Any]:
         """The function that computes this call; an explicit backend never falls back."""
         if backend == "reference":
             return self.reference
         if backend == "auto":
+            device = args[0].device.type
             for b in self.backends:
-                if b.why_not(args) is None:
+                if device not in b.unasked and b.why_not(args) is None:
                     return b
             return self.reference
         self.check_backend(backend)
@@ -171,7 +198,7 @@ class Op:
             )
         return chosen
 
-    def _run(self, *args: Any) -> Tensor:
+    def _run(self, *args: Any) -> Any:
         arguments = args[:-1]
         try:
             return self.select(arguments, args[-1])(*arguments)
@@ -183,10 +210,10 @@ class Op:
     def _backward(self, ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"sparsemlp::{self.name} has no derivative; {self._hint}")
 
-    def _autocast(self, device: str) -> Callable[..., Tensor]:
+    def _autocast(self, device: str) -> Callable[..., Any]:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
-        def run(*args: Any) -> Tensor:
+        def run(*args: Any) -> Any:
             dtype = torch.get_autocast_dtype(device)
             cast = [
                 a.to(dtype)

@@ -14,9 +14,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_not_in(tensor: Tensor, allowed: Iterable[torch.dtype]) -> str | None:
-    """x's dtype is not one the backend computes."""
+def dtype_not_in(tensor: Tensor, allowed: Iterable[torch.dtype], what: str = "x") -> str | None:
+    """The tensor's dtype is not one the backend computes."""
     allowed = tuple(allowed)
     if tensor.dtype in allowed:
         return None
-    return f"computes {', '.join(map(_name, allowed))}, x is {_name(tensor.dtype)}"
+    return f"computes {', '.join(map(_name, allowed))}, {what} is {_name(tensor.dtype)}"

@@ -85,11 +85,13 @@ def _d_fatrelu(p: Tensor, tau: Tensor) -> Tensor:
 
 
 def _mix(p: Tensor, lam: Tensor) -> Tensor:
-    return (1 - lam) * torch.relu(p) + lam * _jsrelu(p)
+    # (1 − λ)·relu + λ·jsrelu without 0·inf for a large p where λ is 0
+    q = torch.relu(p)
+    return q * (1 + (0.5 * lam) * q)
 
 
 def _d_mix(p: Tensor, lam: Tensor) -> Tensor:
-    return (1 - lam) * _d_relu(p) + lam * _d_jsrelu(p)
+    return _select(p > 0, p, 1 + lam * p)
 
 
 def _d_silu(p: Tensor) -> Tensor:
@@ -107,9 +109,11 @@ def _gelu_tanh(p: Tensor) -> Tensor:
 
 
 def _d_gelu_tanh(p: Tensor) -> Tensor:
-    c = (2 / torch.pi) ** 0.5
-    t = torch.tanh(c * (p + 0.044715 * p**3))
-    return 0.5 * (1 + t) + 0.5 * p * (1 - t * t) * c * (1 + 3 * 0.044715 * p * p)
+    # with s = ½(1 + tanh z): ½(1 − tanh² z) = 2·s·(1 − s), which is 0 where p² could overflow
+    q = torch.clamp(p, -64, 64)
+    c = 2 * (2 / torch.pi) ** 0.5
+    s = torch.sigmoid(c * q * (1 + 0.044715 * q * q))
+    return s + q * s * (1 - s) * c * (1 + 3 * 0.044715 * q * q)
 
 
 def _identity(p: Tensor) -> Tensor:

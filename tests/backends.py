@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import sparsemlp
@@ -18,6 +17,8 @@ BUILT = any(Path(sparsemlp.__file__).parent.glob("_C*.so"))
 
 def backends(op: Op, *, only: str | None = None) -> list[Any]:
     """`backend=` values as pytest parameters; one this machine lacks is skipped with the backend's own sentence."""
+    import pytest  # here: the rest of this module and `tests.cases` are also used where there is no pytest
+
     problems = {b.name: b.machine() for b in op.backends}
     params = []
     for name in op.choices:
@@ -32,6 +33,5 @@ def backends(op: Op, *, only: str | None = None) -> list[Any]:
 
 def decided_from(backend: str, tokens: int, dtype: torch.dtype) -> torch.dtype:
     """From which precision a backend decides who is active: the fused kernels from unrounded float32."""
-    if backend == "native" and tokens <= 32 and dtype != torch.float64:
-        return torch.float32
-    return dtype
+    fused = {"native": 32, "triton": 16}
+    return torch.float32 if tokens <= fused.get(backend, -1) and dtype != torch.float64 else dtype

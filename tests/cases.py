@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from sparsemlp import activations
 from sparsemlp.testing import flip_budget, linear_error, threshold_band
+from tests.devices import device_of, on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAMS = {"weird": (1.625, 1.625, 1.5), "fatrelu": (0.375,), "mix": (0.25,)}
@@ -62,8 +63,11 @@ class Sample:
         return self.w_gate, self.w_up, self.w_down_t
 
     def run(self, function: Callable[..., Tensor], **changes: Any) -> Tensor:
+        """The function's result; computed where the backend is at home and brought back."""
         call = {"threshold": self.threshold, "activation": self.activation, **self.options, **changes}
-        return function(self.x, *self.weights, **call)
+        device = device_of(call.get("backend", "auto"))
+        call = {k: on(device, v) if isinstance(v, Tensor) else v for k, v in call.items()}
+        return function(*(on(device, t) for t in (self.x, *self.weights)), **call).to(self.x.device)
 
     def token(self, i: int) -> Sample:
         """The same call for one token alone, its memory copied."""

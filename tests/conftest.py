@@ -1,13 +1,20 @@
-"""Shared fixtures: NaN-poisoned allocations, one ISA at a time, and PyTorch's thread count restored."""
+"""Shared fixtures: NaN-poisoned allocations, one ISA at a time, and PyTorch's thread count restored.
+
+Without a GPU, Triton kernels run in Triton's interpreter: it must be asked for before a kernel is defined.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from sparsemlp import _native
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparsemlp import _native  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

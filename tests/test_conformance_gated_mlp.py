@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sparsemlp
-from sparsemlp import activations
+from sparsemlp import _triton, activations
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import BUILT, backends, decided_from
@@ -26,7 +27,8 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
     """Runs the sample unless `out` is given, and holds it against the truth; returns it as (T, D)."""
     truth = Truth(sample)
     if out is None:
-        out = sample.run(sparsemlp.gated_mlp, backend=backend)
+        with _larger_blocks(sample, backend):
+            out = sample.run(sparsemlp.gated_mlp, backend=backend)
         assert out.shape == sample.x.shape
         assert out.dtype == sample.x.dtype
         assert out.is_contiguous()
@@ -34,6 +36,15 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
     flips = truth.flips(decided_from(backend, truth.x.shape[0], out.dtype))
     assert_within_budget(out, truth.peers(), truth.out, flips=flips)
     return out
+
+
+def _larger_blocks(sample: Sample, backend: str) -> contextlib.AbstractContextManager[None]:
+    """Triton's interpreter runs programs one by one: 2,000 of the default size would take half a minute."""
+    if backend != "triton" or not _triton.interpreting() or sample.w_gate.shape[0] < 1000:
+        return contextlib.nullcontext()
+    from sparsemlp.kernels import _configs
+
+    return _configs.use("gated_mlp", {"block_f": 256, "block_i": 64, "splits": 5})
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

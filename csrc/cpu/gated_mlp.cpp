@@ -80,8 +80,7 @@ Thresholding thresholding(const Tensor& threshold, const OptionalTensor& token_s
     rule.token_scale = floats(token_scale, "token_scale", tokens);
     rule.skipped_mean = floats(skipped_mean, "skipped_mean", neurons);
     rule.activation = static_cast<Activation>(activation);
-    static constexpr int kParams[] = {0, 0, 0, 3, 1, 1, 0, 0, 0, 0};
-    const int wanted = kParams[activation];
+    const int wanted = kActivationParams[activation];
     STD_TORCH_CHECK((wanted > 0) == params.has_value(), "activation_params do not fit the activation");
     rule.params = floats(params, "activation_params", wanted);
     return rule;

@@ -29,6 +29,9 @@ struct V {
         return load(part);
     }
     static void store(float* p, F a) { _mm256_storeu_ps(p, a); }
+    static void store(f16* p, F a) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 

@@ -20,6 +20,9 @@ struct V {
     static F load_n(const bf16* p, int64_t n) { return from_bf16(_mm256_maskz_loadu_epi16(first(n), p)); }
     static F load_n(const f16* p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
     static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+    static void store(f16* p, F a) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 

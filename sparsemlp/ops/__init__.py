@@ -1,5 +1,6 @@
 """Public operators: one file, one contract."""
 
+from sparsemlp.ops.activation import activation
 from sparsemlp.ops.gated_mlp import gated_mlp
 
-__all__ = ["gated_mlp"]
+__all__ = ["activation", "gated_mlp"]

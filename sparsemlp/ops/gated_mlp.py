@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, activations
+from sparsemlp import _native, _reasons, _triton, activations
 from sparsemlp._op import Backend, Op, autocasts, differentiates
 from sparsemlp.ops import _gated_mlp_native as native
 from sparsemlp.reference import gated_mlp as reference
@@ -28,6 +28,10 @@ def _native_call(x: Tensor, *args: object) -> str | None:
     return _reasons.dtype_not_in(x, _NATIVE_DTYPES)
 
 
+def _triton_call(x: Tensor, *args: object) -> str | None:
+    return _triton.cpu_only_interpreted(x) or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
+
+
 OP = Op(
     "gated_mlp",
     "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, Tensor? input_threshold, "
@@ -43,6 +47,14 @@ OP = Op(
             "sparsemlp.ops._gated_mlp_native:forward",
             machine=_native.problem,
             call=_native_call,
+        ),
+        Backend(
+            "triton",
+            _triton.DEVICES,
+            "sparsemlp.kernels.gated_mlp:forward",
+            machine=_triton.problem,
+            call=_triton_call,
+            unasked=("cpu",),
         ),
     ),
     castable=(0, 1, 2, 3, 9, 10, 11),

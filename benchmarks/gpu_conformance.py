@@ -1,0 +1,99 @@
+"""The conformance cases of the operators' Triton kernels, as plain functions to call: (dry) -> groups of cases."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import sparsemlp
+from sparsemlp import activations
+from sparsemlp.testing import assert_within_budget
+from tests.backends import decided_from
+from tests.cases import CASES, DTYPES, PARAMS, Case, Truth, build
+from tests.devices import device_of
+
+__all__ = ["activation", "gated_mlp"]
+
+_DRY_ELEMENTS = 3 * 65 * 100
+_SIZES = ((), (0,), (1,), (5, 7), (1025,), (3, 1000), (4097,))
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    function: Callable[..., None]
+    args: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.args)
+
+
+def _gated_mlp(case: Case, dtype: torch.dtype) -> None:
+    sample = build(case, dtype)
+    truth = Truth(sample)
+    out = sample.run(sparsemlp.gated_mlp, backend="triton")
+    assert out.shape == sample.x.shape, f"shape {tuple(out.shape)}, expected {tuple(sample.x.shape)}"
+    flips = truth.flips(decided_from("triton", truth.x.shape[0], dtype))
+    assert_within_budget(out.reshape(truth.out.shape), truth.peers(), truth.out, flips=flips)
+
+
+def gated_mlp(dry: bool) -> list[list[_Named]]:
+    """Grouped by the first word of a case's name, dtypes in turn."""
+    groups: dict[str, list[_Named]] = collections.defaultdict(list)
+    for i, case in enumerate(CASES):
+        if dry and case.tokens * case.d * case.f > _DRY_ELEMENTS:
+            continue
+        for j in range(len(DTYPES)):
+            dtype = DTYPES[(i + j) % len(DTYPES)]
+            name = f"{case.name} {str(dtype).removeprefix('torch.')}"
+            groups[f"{case.name.partition('-')[0]} {j}"].append(_Named(name, _gated_mlp, (case, dtype)))
+    return list(groups.values())
+
+
+def _activation(name: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    device = device_of("triton")
+    generator = torch.Generator().manual_seed(len(name))
+    p = (3 * torch.randn(size, generator=generator)).to(dtype)
+    flat = p.view(-1)
+    for i, special in enumerate((0.0, -0.0, torch.nan)[: flat.numel() // 3]):
+        flat[i] = special
+    grad = torch.randn(size, generator=generator).to(dtype)
+    params = torch.tensor(PARAMS[name]) if name in PARAMS else None
+    q = p.detach().clone().to(device).requires_grad_(True)
+    moved = None if params is None else params.to(device)
+    out, counts = sparsemlp.activation(q, name, params=moved, counts=True, backend="triton")
+    (gradient,) = torch.autograd.grad(out, q, grad.to(device))
+    out, gradient = out.detach().cpu(), gradient.cpu()
+    truth = activations.apply(p.double(), name, params)
+    slope = activations.apply(p.double(), name, params, derivative=True)
+    peer = activations.apply(p, name, params)
+    assert_within_budget(out, peer, truth)
+    slopes = activations.apply(p, name, params, derivative=True)
+    wanted = torch.where(slope == 0, 0.0, grad.double() * slope)
+    assert_within_budget(gradient, torch.where(slope == 0, 0, grad * slopes), wanted, what="grad")
+    wide = activations.apply(p.float(), name, params, derivative=True)
+    expected = [int((out != 0).sum()), int((wide != 0).sum())]
+    assert counts.tolist()[0] == expected[0], f"counts are {counts.tolist()}, expected {expected}"
+    if activations.get(name).zero_at_negative:
+        assert counts.tolist() == expected, f"counts are {counts.tolist()}, expected {expected}"
+
+
+def activation(dry: bool) -> list[list[_Named]]:
+    """A group for every dtype."""
+    sizes = _SIZES[:4] if dry else _SIZES
+    return [
+        [
+            _Named(
+                f"activation {name} {str(dtype).removeprefix('torch.')} {size}",
+                _activation,
+                (name, dtype, size),
+            )
+            for size in reversed(sizes)
+            for name in activations.ACTIVATIONS
+        ]
+        for dtype in DTYPES
+    ]

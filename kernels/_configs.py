@@ -1,0 +1,165 @@
+"""Launch configurations: measured ones from `configs/<op>/<gpu>.json`, else the operator's conservative default.
+
+A file is written by `benchmarks/tune.py` and holds, for one GPU, entries of a key (sizes and dtype), the fastest
+configuration found for it and its time. A call takes the entry of its dtype that is nearest in the logarithm of the
+sizes. Nothing is tuned inside a call, and a file written by hand costs at most a warning: what is not usable in it is
+as if it were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["FOLDER", "Config", "Key", "find", "gpu_name", "path", "read_from", "use"]
+
+FOLDER = Path(__file__).parent / "configs"
+"""The configurations that come with the package."""
+
+Config = dict[str, Any]
+"""Values by name; which names is up to the operator. Names with `block`, `tile` or `warps` are powers of two."""
+Key = Mapping[str, "int | str"]
+"""What a configuration is for: sizes (int) and `dtype` ("bf16", "fp16", "fp32")."""
+
+_FAR = 8.0
+"""Nearer than this in the sum of log₂ ratios, or the default is used: a shape 256 times as big is another problem."""
+_MOST = {"warps": 32, "stages": 16}
+_LARGEST = 2**20
+_REMEMBERED = 4096
+
+_folder = FOLDER
+_forced: dict[str, Config] = {}
+_found: dict[tuple[Any, ...], Config] = {}
+
+
+def gpu_name(device: torch.device) -> str:
+    """The GPU as in file names, e.g. "nvidia-h200"; "cpu" for Triton's interpreter."""
+    if device.type != "cuda":
+        return device.type
+    return _slug(torch.cuda.get_device_name(device))
+
+
+@functools.cache
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def path(op: str, gpu: str) -> Path:
+    """Where the configurations of an operator on a GPU are."""
+    return _folder / op / f"{gpu}.json"
+
+
+def read_from(folder: Path | None) -> None:
+    """Every later call reads configurations from this folder; None: from the package's own, also if already read."""
+    global _folder
+    _folder = FOLDER if folder is None else folder
+    _entries.cache_clear()
+    _found.clear()
+
+
+def _is_key(key: Any) -> bool:
+    return (
+        isinstance(key, dict)
+        and isinstance(key.get("dtype"), str)
+        and all(type(v) is int and v >= 0 for k, v in key.items() if k != "dtype")
+    )
+
+
+@functools.cache
+def _entries(op: str, gpu: str) -> tuple[tuple[Key, Config], ...]:
+    """The file's entries; none, after one warning, where there is no usable file."""
+    file = path(op, gpu)
+    advice = f"{op}: the conservative default is used; run `python -m benchmarks.tune --op {op}` for this GPU"
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["entries"]
+        pairs = [(entry["key"], entry["config"]) for entry in listed]
+    except FileNotFoundError:
+        if gpu not in ("cpu", "meta"):
+            warnings.warn(f"no measured configuration for {gpu}; {advice}", stacklevel=2)
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        warnings.warn(f"{file} cannot be used ({type(error).__name__}: {error}); {advice}", stacklevel=2)
+        return ()
+    good = tuple((key, config) for key, config in pairs if _is_key(key) and isinstance(config, dict))
+    if len(good) < len(pairs):
+        warnings.warn(
+            f"{file}: {len(pairs) - len(good)} of {len(pairs)} entries are left out, whose key is not sizes (whole "
+            "numbers) and a dtype, or whose config is no object; correct or delete them",
+            stacklevel=2,
+        )
+    return good
+
+
+def _distance(key: Key, other: Key) -> float:
+    if key.get("dtype") != other.get("dtype") or key.keys() != other.keys():
+        return math.inf
+    sizes = [(v, other[k]) for k, v in key.items() if k != "dtype"]
+    return sum(abs(math.log2(max(int(a), 1) / max(int(b), 1))) for a, b in sizes)
+
+
+def _usable(name: str, value: Any, default: Any) -> bool:
+    """Whether a launch can take the value: the default's type, and inside what any kernel can be launched with."""
+    if type(default) is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if type(default) is not int:
+        return type(value) is type(default)
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        return False
+    kind = name.rpartition("_")[2]
+    power = "block" in name or "tile" in name or kind == "warps"
+    return value <= _MOST.get(kind, _LARGEST) and not (power and kind != "stages" and value & (value - 1))
+
+
+def _nearest(op: str, gpu: str, key: Key, default: Config) -> Config:
+    entries = _entries(op, gpu)
+    if not entries:
+        return default
+    nearest, config = min(entries, key=lambda entry: _distance(key, entry[0]))
+    if _distance(key, nearest) > _FAR:
+        return default
+    known = {name: value for name, value in config.items() if name in default}
+    bad = [name for name, value in known.items() if not _usable(name, value, default[name])]
+    if bad:
+        warnings.warn(
+            f"{path(op, gpu)}: {', '.join(f'{name} = {known[name]!r}' for name in bad)} cannot be launched; the "
+            f"default is used instead; run `python -m benchmarks.tune --op {op}` for this GPU",
+            stacklevel=2,
+        )
+    return {**default, **{name: value for name, value in known.items() if name not in bad}}
+
+
+def find(op: str, device: torch.device, key: Key, default: Config) -> Config:
+    """The configuration for a call: `default`, with what the nearest measured entry says instead.
+
+    The default must depend on the key alone: the answer for a key is remembered. Read it, do not change it.
+    """
+    if op in _forced:
+        return {**default, **_forced[op]}
+    asked = (op, device, *key.values())
+    config = _found.get(asked)
+    if config is None:
+        if len(_found) >= _REMEMBERED:
+            _found.clear()
+        config = _found[asked] = _nearest(op, gpu_name(device), key, default)
+    return config
+
+
+@contextlib.contextmanager
+def use(op: str, config: Config) -> Iterator[None]:
+    """Within the block every call of the operator uses these values over its defaults: for tuning and for tests."""
+    before = dict(_forced)
+    _forced[op] = config
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)

@@ -1,0 +1,66 @@
+"""One kernel launch as a value: it can be run, and, made from meta tensors, compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsemlp import _triton
+
+__all__ = ["DTYPE_NAMES", "FP_FUSION", "Launch", "run", "upcast_dot"]
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""The dtypes that kernels compute, as configurations name them."""
+
+FP_FUSION = True
+"""a·b + c in one rounding; passed to every launch, because Triton's default changes between versions."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Args:
+        kernel: a `triton.jit` function.
+        grid: its programs.
+        args: its runtime arguments in order: tensors, integers and None.
+        constants: its constexpr arguments by name.
+        num_warps, num_stages: as Triton has them.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Tensor | int | None, ...]
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def __call__(self) -> None:
+        if 0 in self.grid:
+            return
+        self.kernel[self.grid](
+            *self.args,
+            **self.constants,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            enable_fp_fusion=FP_FUSION,
+        )
+
+
+def run(launches: Iterable[Launch]) -> None:
+    """Runs them in order, on the current stream."""
+    for launch in launches:
+        launch()
+
+
+def upcast_dot(dtype: torch.dtype) -> bool:
+    """Whether `tl.dot` operands must be widened first: Triton's interpreter returns garbage for bfloat16 ones."""
+    return dtype == torch.bfloat16 and _triton.interpreting()

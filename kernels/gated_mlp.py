@@ -1,0 +1,358 @@
+"""The thresholded gated MLP on a GPU, for few tokens: two launches, nothing of the data is looked at by the host.
+
+1. `_gated_mlp_fwd_select_kernel`: one program a block of neurons. Gate rows, activation, threshold; where some token
+   wants a neuron its up row, and no other; then the block's active neurons (index, tokens that want it as bits, hidden
+   values) are written to the block's segment of a list, and their number beside it.
+2. `_gated_mlp_fwd_down_kernel`: programs are (columns of D) × (splits of the list). Each walks its segments, adds the
+   down rows of the neurons in them, and stores a partial sum; the last one of a column block adds the partial sums in
+   order of the splits, so that results repeat bit for bit.
+
+Many tokens: `kernels.gated_mlp_prefill`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsemlp import activations
+from sparsemlp.kernels import _activations, _configs, gated_mlp_prefill
+from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run, upcast_dot
+from sparsemlp.kernels._tiles import active_mask, dot, limits, rows_dot
+
+__all__ = ["DECODE_TOKENS", "decode", "default", "forward"]
+
+DECODE_TOKENS = 16
+"""Up to here the two launches of this file: the tokens of a tensor-core tile, and bits of a token mask."""
+
+_MAX_FLOAT = tl.constexpr(3.402823466e38)
+
+
+@triton.jit
+def _gated_mlp_fwd_select_kernel(
+    x,
+    w_gate,
+    w_up,
+    threshold,
+    token_scale,
+    skipped_mean,
+    b_gate,
+    b_up,
+    params,
+    neurons,
+    tokens,
+    hidden,
+    counts,
+    arrived,
+    T,
+    D,
+    F,
+    stride_x,
+    stride_gate,
+    stride_up,
+    chunks,
+    ACT: tl.constexpr,
+    N_PARAMS: tl.constexpr,
+    PER_NEURON: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    if segment == 0:  # the down kernel's counters; here, so that no launch is spent on zeroing them
+        for start in range(0, chunks, 128):
+            c = start + tl.arange(0, 128)
+            tl.store(arrived + c, tl.zeros((128,), tl.int32), mask=c < chunks)
+    j = segment.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    t = tl.arange(0, BLOCK_T)
+    inside = j < F
+    act = rows_dot(
+        w_gate, stride_gate, j, inside, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
+    )
+    if b_gate is not None:
+        act += tl.load(b_gate + j, mask=inside, other=0.0).to(tl.float32)[:, None]
+    a, b, c = _activations.params(params, N_PARAMS)
+    act = ACT(act, a, b, c)
+    real = inside[:, None] & (t < T)[None, :]
+    limit, scale = limits(threshold, token_scale, t[None, :], j[:, None], real, PER_NEURON)
+    active = active_mask(act, limit, scale, token_scale is not None, skipped_mean is not None) & real
+    bits = tl.sum(tl.where(active, (1 << t)[None, :], 0), axis=1)
+    wanted = bits != 0
+    count = tl.sum(wanted.to(tl.int32), axis=0)
+    tl.store(counts + segment, count)
+    if count > 0:
+        up = rows_dot(w_up, stride_up, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST)
+        if b_up is not None:
+            up += tl.load(b_up + j, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        h = act * up
+        if skipped_mean is not None:
+            h -= tl.load(skipped_mean + j, mask=wanted, other=0.0)[:, None]
+        h = tl.where(active, h, 0.0)
+        slot = segment.to(tl.int64) * BLOCK_F + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(neurons + slot, j.to(tl.int32), mask=wanted)
+        tl.store(tokens + slot, bits, mask=wanted)
+        tl.store(hidden + slot[:, None] * BLOCK_T + t[None, :], h, mask=wanted[:, None])
+
+
+@triton.jit
+def _slots(item, ends, split, SPLITS: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Where a split's items lie in the list: segments split, split + SPLITS, … one after another; ends: their ends."""
+    before = ends[None, :] <= item[:, None]
+    segment = tl.sum(before.to(tl.int32), axis=1)
+    begin = tl.max(tl.where(before, ends[None, :], 0), axis=1)
+    return (split + segment * SPLITS).to(tl.int64) * BLOCK_F + (item - begin)
+
+
+@triton.jit
+def _exact_sum(
+    ends, total, split, neurons, tokens, hidden, w_down_t, stride_down, d, inside,
+    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The partial sum again with a select for every (token, row): an inf in a row is no NaN for who does not want it."""
+    t = tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for start in range(0, total, BLOCK_I):
+        item = start + tl.arange(0, BLOCK_I)
+        slot = _slots(item, ends, split, SPLITS, BLOCK_F)
+        live = item < total
+        j = tl.load(neurons + slot, mask=live, other=0).to(tl.int64)
+        bits = tl.load(tokens + slot, mask=live, other=0)
+        rows = tl.load(
+            w_down_t + j[:, None] * stride_down + d[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        for i in range(BLOCK_T):
+            h = tl.load(hidden + slot * BLOCK_T + i, mask=live, other=0.0)
+            wants = live & (((bits >> i) & 1) != 0)
+            sums = tl.sum(tl.where(wants[:, None], h[:, None] * rows, 0.0), axis=0)
+            acc += tl.where(t[:, None] == i, sums[None, :], 0.0)
+    return acc
+
+
+@triton.jit
+def _gated_mlp_fwd_down_kernel(
+    neurons,
+    tokens,
+    hidden,
+    counts,
+    w_down_t,
+    b_down,
+    skipped_out,
+    partial,
+    arrived,
+    out,
+    T,
+    D,
+    segments,
+    stride_down,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    split = tl.program_id(1)
+    d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    t = tl.arange(0, BLOCK_T)
+    inside = d < D
+    segment = split + tl.arange(0, SEGMENTS) * SPLITS
+    ends = tl.cumsum(tl.load(counts + segment, mask=segment < segments, other=0), 0)
+    total = tl.max(ends, axis=0)
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    lanes = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
+    for start in range(0, total, BLOCK_I):
+        item = start + tl.arange(0, BLOCK_I)
+        slot = _slots(item, ends, split, SPLITS, BLOCK_F)
+        live = item < total
+        j = tl.load(neurons + slot, mask=live, other=0).to(tl.int64)
+        rows = tl.load(
+            w_down_t + j[:, None] * stride_down + d[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        if DOT:
+            h = tl.load(hidden + slot[None, :] * BLOCK_T + t[:, None], mask=live[None, :], other=0.0)
+            acc = dot(h.to(rows.dtype), rows, acc, UPCAST)
+        elif BLOCK_T == 1:  # one sum at the end instead of one a tile
+            lanes += tl.load(hidden + slot, mask=live, other=0.0)[:, None] * rows.to(tl.float32)
+        else:
+            wide = rows.to(tl.float32)
+            for i in tl.static_range(BLOCK_T):
+                h = tl.load(hidden + slot * BLOCK_T + i, mask=live, other=0.0)
+                acc += tl.where(t[:, None] == i, tl.sum(h[:, None] * wide, axis=0)[None, :], 0.0)
+    if BLOCK_T == 1:
+        acc = tl.sum(lanes, axis=0)[None, :]
+    else:  # 0·inf of a row that one token wants and another does not
+        wrong = tl.max(tl.max((tl.abs(acc) <= _MAX_FLOAT).to(tl.int32) ^ 1, axis=1), axis=0)
+        if wrong != 0:
+            acc = _exact_sum(
+                ends, total, split, neurons, tokens, hidden, w_down_t, stride_down, d, inside,
+                BLOCK_T, BLOCK_F, BLOCK_I, BLOCK_D, SPLITS,
+            )  # fmt: skip
+    real = (t < T)[:, None] & inside[None, :]
+    place = t[:, None].to(tl.int64) * D + d[None, :]
+    last = True
+    if SPLITS > 1:
+        step = tl.cast(T, tl.int64) * D
+        tl.store(partial + split * step + place, acc, mask=real)
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        last = tl.atomic_add(arrived + chunk, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+            for s in range(SPLITS):
+                acc += tl.load(partial + s * step + place, mask=real, other=0.0, cache_modifier=".cg")
+    if last:
+        if b_down is not None:
+            acc += tl.load(b_down + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if skipped_out is not None:
+            acc += tl.load(skipped_out + d, mask=inside, other=0.0)[None, :]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
+
+
+def default(tokens: int, d: int, f: int, dtype: torch.dtype) -> _configs.Config:
+    """A configuration that fits every supported GPU's registers and shared memory."""
+    half = dtype != torch.float32
+    return {
+        "dot_from": 2,  # tokens from which half precision goes through the tensor cores, 16 at a time
+        "block_f": 16,
+        "block_d": 512 if tokens == 1 else 256 if half else 128,
+        "select_warps": 4,
+        "select_stages": 2,
+        "block_i": 16,
+        "down_block_d": 512 if tokens == 1 else 256 if half else 128,
+        "splits": 32,
+        "down_warps": 4,
+        "down_stages": 2,
+    }
+
+
+def decode(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, list[Launch]]:
+    """The output, not yet computed, and the launches that compute it; at most DECODE_TOKENS tokens."""
+    (tokens, d), f = x.shape, w_gate.shape[0]
+    key = {"tokens": tokens, "d": d, "f": f, "dtype": DTYPE_NAMES[x.dtype]}
+    config = _configs.find("gated_mlp", x.device, key, default(tokens, d, f, x.dtype))
+    use_dot = x.dtype != torch.float32 and tokens >= config["dot_from"]
+    block_t = DECODE_TOKENS if use_dot else triton.next_power_of_2(tokens)
+    block_f, splits = config["block_f"], config["splits"]
+    while -(-f // (block_f * splits)) > 1024:  # a split's segments are one tile
+        block_f *= 2
+    segments = -(-f // block_f)
+    splits = max(1, min(splits, segments))
+    block_d = min(config["block_d"], max(16, triton.next_power_of_2(d)))
+    down_block_d = min(config["down_block_d"], max(16, triton.next_power_of_2(d)))
+    chunks = -(-d // down_block_d)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    neurons, bits, counts, arrived = (
+        new(segments * block_f),
+        new(segments * block_f),
+        new(segments),
+        new(chunks),
+    )
+    hidden = new(segments * block_f, block_t, dtype=torch.float32)
+    partial = new(splits, tokens, d, dtype=torch.float32) if splits > 1 else None
+    out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
+    shared = {"BLOCK_T": block_t, "BLOCK_F": block_f, "DOT": use_dot, "UPCAST": upcast_dot(x.dtype)}
+    select = Launch(
+        _gated_mlp_fwd_select_kernel,
+        (segments,),
+        (x, w_gate, w_up, threshold, token_scale, skipped_mean, b_gate, b_up, activation_params,
+         neurons, bits, hidden, counts, arrived,
+         tokens, d, f, x.stride(0), w_gate.stride(0), w_up.stride(0), chunks),
+        {
+            "ACT": _activations.FORWARD[activation],
+            "N_PARAMS": len(activations.get(activation).params),
+            "PER_NEURON": threshold.dim() == 1,
+            "BLOCK_D": block_d,
+            **shared,
+        },
+        config["select_warps"],
+        config["select_stages"],
+    )  # fmt: skip
+    down = Launch(
+        _gated_mlp_fwd_down_kernel,
+        (chunks, splits),
+        (neurons, bits, hidden, counts, w_down_t, b_down, skipped_out, partial, arrived, out,
+         tokens, d, segments, w_down_t.stride(0)),
+        {
+            "BLOCK_I": config["block_i"],
+            "BLOCK_D": down_block_d,
+            "SEGMENTS": triton.next_power_of_2(max(1, -(-segments // splits))),
+            "SPLITS": splits,
+            **shared,
+        },
+        config["down_warps"],
+        config["down_stages"],
+    )  # fmt: skip
+    return out, [select, down]
+
+
+def _float32(t: Tensor | None) -> Tensor | None:
+    """A float32 argument as the kernels read it: contiguous."""
+    return None if t is None else t.float().contiguous()
+
+
+def forward(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    threshold: Tensor,
+    input_threshold: Tensor | None,
+    token_scale: Tensor | None,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    scale_gate: Tensor | None,
+    scale_up: Tensor | None,
+    scale_down: Tensor | None,
+    screen_gate: Tensor | None,
+    screen_up: Tensor | None,
+    screen_scale_gate: Tensor | None,
+    screen_scale_up: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+    indicator: str,
+) -> Tensor:
+    """The operator's arguments in order; x is (T, D)."""
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    if 0 in x.shape:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    b_gate, b_up, b_down = (None if b is None else b.contiguous() for b in (b_gate, b_up, b_down))
+    plan = decode if x.shape[0] <= DECODE_TOKENS else gated_mlp_prefill.prefill
+    args = (
+        x, w_gate, w_up, w_down_t, _float32(threshold), _float32(token_scale), _float32(skipped_mean),
+        _float32(skipped_out), b_gate, b_up, b_down, _float32(activation_params), activation,
+    )  # fmt: skip
+    if plan is decode:
+        out, launches = decode(*args)
+        run(launches)
+        return out
+    return gated_mlp_prefill.prefill(*args)

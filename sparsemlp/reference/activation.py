@@ -1,0 +1,62 @@
+"""The activation's reference: plain PyTorch, any floating dtype; the `differentiable` ones can be traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsemlp import activations
+
+__all__ = [
+    "activation", "activation_bwd", "activation_counts", "counts_of", "differentiable", "differentiable_bwd"
+]  # fmt: skip
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def _fresh(result: Tensor, p: Tensor) -> Tensor:
+    """`result` as the operators return it: not p itself, with the strides of `torch.empty_like(p)`."""
+    if result is not p and result.is_contiguous() and p.is_contiguous():
+        return result
+    return torch.empty_like(p).copy_(result)
+
+
+def activation(p: Tensor, params: Tensor | None, name: str) -> Tensor:
+    """φ(p), rounded once to p's dtype."""
+    return _fresh(activations.apply(p, name, params), p)
+
+
+def counts_of(out: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
+    """(2,) int64: the entries of `out` and those of φ'(p), unrounded, that are not 0; NaN is not 0."""
+    slope = activations.apply(_wide(p), name, params, derivative=True)
+    return torch.stack([(out != 0).sum(), (slope != 0).sum()])
+
+
+def activation_counts(p: Tensor, params: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """`activation`, and `counts_of` it."""
+    out = activation(p, params, name)
+    return out, counts_of(out, p, params, name)
+
+
+def activation_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
+    """grad · φ'(p), rounded once to p's dtype, and 0 where φ'(p) is 0, whatever grad is."""
+    slope = activations.apply(_wide(p), name, params, derivative=True)
+    product = torch.where(slope == 0, 0, _wide(grad) * slope)
+    return _fresh(product.to(p.dtype), p)
+
+
+def differentiable(p: Tensor, params: Tensor | None, name: str) -> Tensor:
+    """φ(p) as a composition that PyTorch differentiates, in p and in the parameters, any number of times."""
+    out = activations.apply(p, name, params)
+    return out.clone() if out is p else out
+
+
+def differentiable_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
+    """`activation_bwd` as a composition that PyTorch differentiates in grad and p."""
+    slope = activations.apply(_wide(p), name, params, derivative=True)
+    wide = _wide(grad)
+    # At φ'(p) = 0 the product is 0 and φ''(p) must still be seen; only a grad that is not finite would make it NaN.
+    kept = torch.where((slope == 0) & ~wide.isfinite(), 0, wide)
+    return (kept * slope).to(p.dtype)

@@ -1,0 +1,229 @@
+"""The Triton kernels compiled for GPUs that need not be here: what their machine code uses, against a committed table.
+
+Here kernels belong to Triton's interpreter (see conftest), so they are compiled in processes of their own.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+
+from benchmarks import gpu_proof, gpus
+from benchmarks.gpu_proof import Row
+
+FUSED = {"bf16": "half", "fp16": "half", "fp32": "single"}
+TENSOR = {  # (architecture, rows of the tile): 64 and more, or 16
+    ("sm_80", 64): "mma.sync",
+    ("sm_80", 16): "mma.sync",
+    ("sm_90", 64): "wgmma",
+    ("sm_90", 16): "mma.sync",
+    ("sm_100", 64): "tcgen05",
+    ("sm_100", 16): "mma.sync",
+    ("gfx942", 64): "mfma",
+    ("gfx942", 16): "mfma",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Row]:
+    return gpu_proof.compile_all()
+
+
+def elsewhere(code: str) -> object:
+    """What Python code prints as JSON in a process without the interpreter; it finds benchmarks imported."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    preamble = "import json\nfrom dataclasses import asdict, replace\nfrom benchmarks import gpu_compile, gpu_proof\n"
+    done = subprocess.run(
+        [sys.executable, "-c", preamble + code],
+        cwd=gpu_proof.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    """What breaks a limit of the chip, spills, or cannot run: a sentence each."""
+    found = []
+    for row in rows:
+        gpu = gpus.of_architecture(row.arch)
+        where = f"{row.case} {row.kernel} {row.dtype} {row.activation} {row.arch}"
+        if (
+            row.registers > gpu.registers_per_thread
+            or row.shared > gpu.shared_per_program
+            or row.resident < 1
+        ):
+            found.append(
+                f"{where}: {row.registers} registers, {row.shared} bytes of shared memory do not fit"
+            )
+        if row.spills:
+            found.append(f"{where}: spills {row.spills}")
+    return found
+
+
+def narrow(rows: list[Row]) -> list[str]:
+    """What does not load its weights, or without weights its activations, 128 bits at a time."""
+    found = []
+    for row in rows:
+        if row.kernel == "gated_mlp_fwd_compact":  # reads flags only
+            continue
+        if row.weight_bits < 128:
+            found.append(f"{row.case} {row.kernel} {row.dtype} {row.arch}: {row.weight_bits}-bit loads")
+    return found
+
+
+def test_the_cases_are_what_was_promised(compiled: list[Row]) -> None:
+    assert len(compiled) <= 200
+    for op in ("gated_mlp_fwd_select", "activation_fwd", "activation_bwd"):
+        found = {(row.dtype, row.activation, row.arch) for row in compiled if row.kernel == op}
+        assert found >= {
+            (dtype, activation, arch)
+            for dtype in gpu_proof.DTYPES
+            for activation in gpu_proof.FAMILIES
+            for arch in gpus.ARCHITECTURES
+        }
+
+
+def test_the_machine_code_is_the_table_s(compiled: list[Row]) -> None:
+    """With the Triton version of the table exactly; `python -m benchmarks.gpu_proof --write` after a wanted change."""
+    version, table = gpu_proof.read_table()
+    assert {row.key for row in compiled} == {*table}
+    if triton.__version__ == version:
+        changed = [f"{table[row.key]} became {row}" for row in compiled if row != table[row.key]]
+        assert not changed, "\n".join(changed)
+
+
+def test_nothing_spills_and_everything_fits(compiled: list[Row]) -> None:
+    assert wrong(compiled) == []
+
+
+def test_a_multiprocessor_holds_the_intended_programs(compiled: list[Row]) -> None:
+    assert {row.kernel for row in compiled} == {*gpu_proof.INTENDED}
+    assert [row for row in compiled if row.resident < gpu_proof.INTENDED[row.kernel]] == []
+
+
+def test_rows_are_loaded_128_bits_at_a_time(compiled: list[Row]) -> None:
+    assert narrow(compiled) == []
+
+
+def test_tensor_cores_multiply_where_tl_dot_is_meant(compiled: list[Row]) -> None:
+    seen = collections.Counter()
+    for row in compiled:
+        rows = 64 if row.kernel.endswith(("up_tiles", "down_tiles")) else 16
+        dot = rows == 64 or row.case == "gated_mlp decode t8"
+        if not dot:
+            assert row.tensor == "none", row
+        elif row.dtype == "fp32":  # IEEE float32, which only AMD's matrix cores multiply
+            assert row.tensor in ("none", "mfma"), row
+        else:
+            assert row.tensor == TENSOR[row.arch, rows], row
+            seen[row.tensor] += 1
+    assert {*seen} == {"mma.sync", "wgmma", "tcgen05", "mfma"}
+
+
+def test_loads_in_flight_cover_the_memory_s_latency(compiled: list[Row]) -> None:
+    """Little's law for decode: a tile a program, all programs that fit, over the latency, is the bandwidth at least."""
+    for row in compiled:
+        if not row.case.startswith("gated_mlp decode"):
+            continue
+        case = next(
+            c
+            for c in gpu_proof.DEFAULT
+            if (c.name, c.dtype, c.activation) == (row.case, row.dtype, row.activation)
+        )
+        launch = next(ln for ln in case.launches() if row.kernel in ln.name)
+        constants = launch.constants
+        height = constants["BLOCK_I" if "BLOCK_I" in constants else "BLOCK_F"]
+        tile = height * constants["BLOCK_D"] * gpu_proof.DTYPES[row.dtype].itemsize
+        for gpu in gpus.GPUS:
+            if gpu.arch == row.arch:
+                in_flight = row.resident * gpu.multiprocessors * tile
+                assert in_flight >= gpu.memory_bandwidth * gpu.latency, (gpu.name, row)
+
+
+# The checks themselves
+
+
+def test_the_checks_can_fail(compiled: list[Row]) -> None:
+    bad = elsewhere("""
+case = gpu_proof.Case("gated_mlp decode", "bf16", "silu", 1)
+select = case.launches()[0]
+wide = replace(select, constants={**select.constants, "BLOCK_D": 4096})
+names = gpu_proof.streams(select)
+print(json.dumps({
+    "good": asdict(gpu_compile.machine_code(select, "sm_90", names)),
+    "unaligned": asdict(gpu_compile.machine_code(select, "sm_90", names, aligned=False)),
+    "unaligned_amd": asdict(gpu_compile.machine_code(select, "gfx942", names, aligned=False)),
+    "huge": asdict(gpu_compile.machine_code(wide, "sm_90", names)),
+    "huge_amd": asdict(gpu_compile.machine_code(wide, "gfx942", names)),
+}))
+""")
+    assert bad["good"]["weight_bits"] == 128
+    assert bad["good"]["spills"] == 0
+    assert bad["unaligned"]["weight_bits"] < 128
+    assert bad["unaligned_amd"]["weight_bits"] < 128
+    assert bad["huge"]["spills"] > 0
+    assert bad["huge_amd"]["spills"] > 0
+    fields = {k: v for k, v in bad["huge"].items() if k != "asynchronous"}
+    row = Row("bad", "gated_mlp_fwd_select", "bf16", "silu", "sm_90", resident=0, **fields)
+    assert len(wrong([row])) == 2
+    fields = {k: v for k, v in bad["unaligned"].items() if k != "asynchronous"}
+    assert (
+        len(narrow([Row("bad", "gated_mlp_fwd_select", "bf16", "silu", "sm_90", resident=1, **fields)])) == 1
+    )
+
+
+def test_disassembled_code_agrees_with_what_is_read_from_ptx() -> None:
+    """As many loads of each width, and the tensor-core instruction."""
+    found = elsewhere("""
+import re
+out = []
+for case, place in (("gated_mlp decode", 0), ("gated_mlp tiles", 2)):
+    launch = gpu_proof.Case(case, "bf16", "silu", 1 if case.endswith("decode") else 512).launches()[place]
+    code = gpu_compile.disassembly(launch, "sm_90")
+    loads = [b for _, b, _ in gpu_compile._loads(gpu_compile.compile_launch(launch, "sm_90")[0].asm["ptx"])]
+    widest = len(re.findall(r"LDG(?:STS)?[.][A-Z.]*128", code))
+    out.append((loads.count(128), widest, "HGMMA" in code, "STL" in code))
+print(json.dumps(out))
+""")
+    (vector, sass, _, spilled), (tiles, tiles_sass, wgmma, tiles_spilled) = found
+    assert vector == sass > 0
+    assert tiles == tiles_sass > 0
+    assert wgmma
+    assert not spilled
+    assert not tiles_spilled
+
+
+def test_residency_follows_from_registers_shared_memory_and_warps() -> None:
+    h200, amd = gpus.get("h200"), gpus.get("mi300x")
+    assert h200.resident(32, 0, 4) == 16  # 64 warps
+    assert h200.resident(128, 0, 4) == 4
+    assert h200.resident(129, 0, 4) == 3  # registers in steps of 8
+    assert h200.resident(32, 100 * 1024, 4) == 2
+    assert h200.resident(32, 228 * 1024, 4) == h200.resident(256, 0, 4) == 0
+    assert amd.resident(64, 0, 4) == 8
+    assert amd.resident(129, 0, 4) == 3
+    assert amd.resident(512, 0, 4) == 1
+    assert amd.resident(32, 40 * 1024, 4) == 1
+    with pytest.raises(ValueError, match="expected one of: a100"):
+        gpus.get("h300")
+
+
+@pytest.mark.slow
+def test_the_full_matrix_compiles() -> None:
+    rows = gpu_proof.compile_all("full")
+    odd = f"{gpu_proof.ODD[0]}x{gpu_proof.ODD[1]}"
+    default = [row for row in rows if "=" not in row.case]
+    assert wrong(default) == []
+    assert narrow([row for row in rows if odd not in row.case]) == []
