@@ -24,6 +24,7 @@ ALLOWED_INCLUDE = re.compile(
 )
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
+ANONYMOUS = ("(anonymous namespace)", "_GLOBAL__N_")  # the latter in names that objdump cannot spell out
 VECTOR = re.compile(r"\tv[a-z0-9]+ ")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -55,7 +56,7 @@ def shared_vector_code(disassembly: str) -> list[str]:
     for line in disassembly.splitlines():
         if header := FUNCTION.match(line):
             current = header["name"]
-        elif VECTOR.search(line) and "(anonymous namespace)" not in current:
+        elif VECTOR.search(line) and not any(mark in current for mark in ANONYMOUS):
             found.add(current)
     return sorted(found)
 

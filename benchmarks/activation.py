@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparsemlp
-from benchmarks.gate import Conformance
+from benchmarks.gate import Conformance, check
 from benchmarks.timing import Timed, interleave, paired_ratio, quantile
 from sparsemlp import activations
 from sparsemlp.info import machine
@@ -73,7 +73,9 @@ def measure(name: str, dtype: torch.dtype, shape: tuple[int, ...], rounds: int, 
             for label, s in samples.items()
             if label != "ours"
         )
-        print(f"{name:10} {str(dtype).removeprefix('torch.'):9} {what:19} {milliseconds}  {ratios}", flush=True)
+        print(
+            f"{name:10} {str(dtype).removeprefix('torch.'):9} {what:19} {milliseconds}  {ratios}", flush=True
+        )
 
 
 def main() -> None:
@@ -83,10 +85,12 @@ def main() -> None:
     parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split("x"))), default=(4096, 4096))
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--no-gate", action="store_true", help="do not run the tests first; nothing to be quoted")
+    parser.add_argument(
+        "--no-gate", action="store_true", help="do not run the tests first; nothing to be quoted"
+    )
     arguments = parser.parse_args()
     if not arguments.no_gate:
-        Conformance("tests/test_conformance_activation.py", "activation").check()
+        check("activation", Conformance("tests/test_conformance_activation.py", "native or triton"))
     print(machine())
     for name in arguments.name:
         for dtype in arguments.dtype:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from sparsemlp.kernels import _configs
 from torch import Tensor
 
 import sparsemlp
 from benchmarks.gpu_device import Device
+from sparsemlp.kernels import _configs
 
 __all__ = ["CHECKS", "Skip"]
 
@@ -39,7 +39,7 @@ class _Call:
 
 
 def _gated_mlp(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
-    d, f = (48, 40) if where.dry else (1024, 3000)
+    d, f = (32, 20) if where.dry else (1024, 3000)
     g = torch.Generator(where.torch_device).manual_seed(tokens)
 
     def normal(*shape: int, size: float = 1.0) -> Tensor:
@@ -97,7 +97,7 @@ def graph_replay(where: Device) -> None:
             holder[:] = [call.run()]
 
         replay = where.graph(body)
-        for round_ in range(2 if where.dry else 5):
+        for round_ in range(1 if where.dry else 5):
             call.refill()
             replay()
             got = holder[0].clone()
@@ -134,7 +134,7 @@ def streams_side_by_side(where: Device) -> None:
         where.synchronize()
         results: list[list[Tensor]] = [[], []]
         streams = where.streams(2)
-        for _ in range(2 if where.dry else 20):
+        for _ in range(1 if where.dry else 20):
             for call, stream, kept in zip(calls, streams, results, strict=True):
                 with stream:
                     kept.append(call.run())
@@ -168,7 +168,7 @@ def repeats(where: Device) -> None:
     for name, call in _calls(where).items():
         want = call.run()
         disturbance = torch.empty(2**10 if where.dry else 2**26, device=where.torch_device)
-        for i in range(2 if where.dry else 20):
+        for i in range(1, 2 if where.dry else 21):
             if i % 2:
                 disturbance.fill_(i)  # other values in freed memory and in the cache
             assert _same_bits(want, call.run()), f"{name}: run {i} differs from the first"

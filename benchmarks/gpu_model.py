@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -123,21 +124,21 @@ def _seconds(gpu: Gpu, work: Traffic, programs: int, resident: int, in_flight: f
     return gpu.latency + max(streamed, (work.memory + work.l2) / gpu.l2_bandwidth, paced)
 
 
-def _tile_bytes(launch: Launch, size: int, ahead: bool) -> int:
-    """Weight bytes that a program has in flight: a tile, or as many as are copied ahead."""
+def _tile_bytes(launch: Launch, size: int) -> int:
+    """Weight bytes of a program's tile."""
     c = launch.constants
-    rows = c["BLOCK_I"] if "BLOCK_I" in c else c["BLOCK_F"]
-    return rows * c["BLOCK_D"] * size * (max(1, launch.num_stages - 1) if ahead else 1)
+    return (c["BLOCK_I"] if "BLOCK_I" in c else c["BLOCK_F"]) * c["BLOCK_D"] * size
 
 
-Residency = Callable[["Launch", "Gpu"], tuple[int, bool]]
-"""(programs a multiprocessor holds, whether loads are copied ahead) of a compiled launch."""
+Residency = Callable[["Launch", "Gpu", int], tuple[int, int]]
+"""(programs a multiprocessor holds, tiles of so many bytes that each has in flight) of a compiled launch."""
 
 
-def compiled(cache: dict[tuple[object, ...], tuple[int, bool]]) -> Residency:
+def compiled() -> Residency:
     """By compiling, once a kernel and architecture."""
+    cache: dict[tuple[object, ...], tuple[int, int]] = {}
 
-    def residency(launch: Launch, gpu: Gpu) -> tuple[int, bool]:
+    def residency(launch: Launch, gpu: Gpu, tile: int) -> tuple[int, int]:
         from benchmarks.gpu_compile import machine_code
 
         constants = tuple((k, getattr(v, "__name__", v)) for k, v in launch.constants.items())
@@ -146,7 +147,8 @@ def compiled(cache: dict[tuple[object, ...], tuple[int, bool]]) -> Residency:
         if key not in cache:
             machine = machine_code(launch, gpu.arch, streams(launch))
             resident = gpu.resident(machine.registers, machine.shared, launch.num_warps)
-            cache[key] = resident, machine.asynchronous
+            ahead = min(launch.num_stages - 1, machine.shared // tile) if machine.asynchronous else 1
+            cache[key] = resident, max(1, ahead)
         return cache[key]
 
     return residency
@@ -164,12 +166,9 @@ def predict(
     work = traffic(case, select, down, wanted)
     seconds = 0.0
     for launch, moved in zip((select, down), work, strict=True):
-        resident, ahead = residency(launch, gpu)
-        programs = 1
-        for n in launch.grid:
-            programs *= n
-        in_flight = _tile_bytes(launch, size, ahead)
-        seconds += gpu.launch_gap + _seconds(gpu, moved, programs, resident, in_flight)
+        tile = _tile_bytes(launch, size)
+        resident, ahead = residency(launch, gpu, tile)
+        seconds += gpu.launch_gap + _seconds(gpu, moved, math.prod(launch.grid), resident, ahead * tile)
     bound = minimum_bytes(shape.d, shape.f, size, tokens, wanted) / gpu.memory_bandwidth
     dense = minimum_bytes(shape.d, shape.f, size, tokens, shape.f)
     dense_seconds = dense / (gpu.memory_bandwidth * gpu.read_share) + 3 * (gpu.launch_gap + gpu.latency)
@@ -229,7 +228,7 @@ def main() -> int:
             "TRITON_INTERPRET is set, expected it unset: kernels of the interpreter cannot be compiled"
         )
     names = arguments.gpu or [g.name for g in gpus.GPUS]
-    lines = [*predictions(names, arguments.dtype, compiled({}))]
+    lines = [*predictions(names, arguments.dtype, compiled())]
     print(table(lines))
     if arguments.out:
         write_atomic(arguments.out, lambda partial: partial.write_text(as_csv(lines), encoding="utf-8"))

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from sparsemlp.kernels import _configs
 
 from benchmarks.gpu_device import Deadline, Device
+from sparsemlp.kernels import _configs
 
 __all__ = ["Precompiler"]
 

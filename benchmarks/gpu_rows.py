@@ -137,13 +137,39 @@ def table(rows: list[Row]) -> str:
 
 
 def _final(rows: list[Row]) -> list[Row]:
-    """The last row of every case and alternative, by worth tuned before default, without what is only context."""
+    """The last row of every case and alternative, tuned before default."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         case = (row.op, row.what, row.shape, row.dtype, row.tokens, row.alternative)
         if case not in best or row.configs == "tuned" or best[case].configs != "tuned":
             best[case] = row
     return list(best.values())
+
+
+def _short(rows: list[Row]) -> list[str]:
+    """A line a case: the eager peer's time, then how many times faster the others are (share of measured bandwidth)."""
+    cases: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row.what, row.shape, row.dtype, row.tokens), []).append(row)
+    lines = []
+    for (what, shape, dtype, tokens), found in cases.items():
+        cells = []
+        for row in sorted(found, key=lambda row: {"eager": 0, "compiled": 1}.get(row.alternative, 2)):
+            label = row.alternative if row.sparsity is None else f"{row.sparsity:.0%}"
+            if row.us is None:
+                cells.append(f"{label}: {row.note.partition(':')[0] or 'no time'}")
+            elif row.alternative == "eager":
+                cells.append(f"eager {row.us:.1f} µs")
+            else:
+                share = (
+                    ""
+                    if row.share_read is None or row.alternative == "compiled"
+                    else f" ({row.share_read:.0%})"
+                )
+                cells.append(f"{label} {row.vs_eager or 0:.2f}×{share}")
+        configs = next((row.configs for row in found if row.config), "")
+        lines.append(f"{what:<17} {shape:<10} {dtype} T={tokens:<5} {configs:<8} {'  '.join(cells)}")
+    return lines
 
 
 def _aims(rows: list[Row]) -> list[str]:
@@ -185,7 +211,8 @@ def summary(folder: Path) -> str:
         lines.append(
             f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}, {facts['date']}: {facts['status']}"
         )
-    lines += [table(rows) if rows else "no times were measured", *_aims(rows)]
+    lines += _short(rows) or ["no times were measured"]
+    lines += _aims([row for row in rows if row.status == "measured"])
     stages = folder / "stages.json"
     if stages.exists():
         lines += [

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 import torch
 import triton
-from sparsemlp.kernels import _configs
 
-from benchmarks.gpu_device import Deadline, Device, Replay, device, median, quick_captures, timed
+from benchmarks.gpu_device import Deadline, Device, Replay, device, median, timed
 from benchmarks.gpu_precompile import Precompiler
 from benchmarks.report import write_atomic
 from benchmarks.shapes import get
 from benchmarks.tune_spaces import SPACES, candidates, fits, neighbors
 from benchmarks.tune_trials import TRIALS
+from sparsemlp.kernels import _configs
 
 __all__ = ["candidates", "main", "save", "search"]
 
@@ -209,7 +209,6 @@ def main(argv: list[str] | None = None) -> int:
     where, deadline = device(args.dry), Deadline(args.seconds)
     if where.dry:
         torch.set_num_threads(1)
-    quick_captures()
     pools: list[Precompiler] = []
 
     def precompilers() -> Precompiler:

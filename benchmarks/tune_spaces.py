@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from sparsemlp.kernels import activation, gated_mlp, gated_mlp_prefill
 
 __all__ = ["DTYPES", "SPACES", "Space", "candidates", "fits", "neighbors"]

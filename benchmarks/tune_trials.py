@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sparsemlp.kernels import _configs, gated_mlp
 from torch import Tensor
 
 import sparsemlp
@@ -17,6 +16,7 @@ from benchmarks.gpu_gated_mlp import Checked, Walk, layers_for
 from benchmarks.shapes import Shape
 from benchmarks.tune_spaces import DTYPES, SPACES
 from sparsemlp import activations
+from sparsemlp.kernels import _configs, gated_mlp
 from sparsemlp.testing import assert_within_budget
 
 __all__ = ["TRIALS", "call"]
@@ -92,7 +92,7 @@ class PrefillTrial(GatedMlpTrial):
 
         with _configs.use("gated_mlp_prefill", {**config, "skip_below": below}):
             run()
-            samples = timed(self.where, [Replay("skip", run)], 2 if self.where.dry else 9)
+            samples = timed(self.where, [Replay("skip", run)], 1 if self.where.dry else 9)
         return median(samples["skip"])
 
     def _right(self, config: Config) -> bool:
@@ -104,11 +104,13 @@ class PrefillTrial(GatedMlpTrial):
         dense = self._skipping(config, 1.0, 0.0)
         if _WIN * self._skipping(config, 1.0, 1e-9) > dense:
             return config
-        tried = [{**config, **change} for change in SPACES["gated_mlp_prefill"].together]
+        together = SPACES["gated_mlp_prefill"].together[: 2 if self.where.dry else None]
+        tried = [{**config, **change} for change in together]
         tiled = min(filter(self._right, tried), key=lambda c: self._skipping(c, 0.25, 2.0), default=None)
         if tiled is None:
             return config
-        wins = [s for s in (0.1, 0.25, 0.5, 0.75) if self._skipping(tiled, s, 2.0) < _WIN * dense]
+        shares = (0.5,) if self.where.dry else (0.1, 0.25, 0.5, 0.75)
+        wins = [s for s in shares if self._skipping(tiled, s, 2.0) < _WIN * dense]
         return {**tiled, "skip_below": max(wins)} if wins else config
 
 

@@ -110,7 +110,7 @@ def _silu(p, a, b, c):
 @triton.jit
 def _d_silu(p, a, b, c):
     s = _sigmoid(p)
-    return s * (1 + p * (1 - s))
+    return s + p * s * _sigmoid(-p)  # 1 − s would cancel
 
 
 @triton.jit
@@ -132,11 +132,12 @@ def _gelu_tanh(p, a, b, c):
 
 @triton.jit
 def _d_gelu_tanh(p, a, b, c):
-    # with s = ½(1 + tanh z): ½(1 − tanh² z) = 2·s·(1 − s); where that is 0, p² may have overflowed
-    square = p * p
-    s = _sigmoid(1.5957691216057308 * p * (1 + 0.044715 * square))
-    slope = s * (1 - s)
-    return s + tl.where(slope == 0, 0.0, p * slope * 1.5957691216057308 * (1 + 0.134145 * square))
+    # with s = ½(1 + tanh z): ½(1 − tanh² z) = 2·s·(1 − s), which is 0 long before p² overflows
+    q = tl.where(p < -64, -64.0, tl.where(p > 64, 64.0, p))
+    square = q * q
+    z = 1.5957691216057308 * q * (1 + 0.044715 * square)
+    s = _sigmoid(z)
+    return s + q * s * _sigmoid(-z) * 1.5957691216057308 * (1 + 0.134145 * square)
 
 
 @triton.jit

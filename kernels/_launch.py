@@ -56,9 +56,18 @@ class Launch:
 
 
 def run(launches: Iterable[Launch]) -> None:
-    """Runs them in order, on the current stream."""
-    for launch in launches:
-        launch()
+    """Runs them in order, on the current stream of the GPU that holds their tensors."""
+    todo = list(launches)
+    if not todo:
+        return
+    device = next(a.device for a in todo[0].args if isinstance(a, Tensor))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        for launch in todo:
+            launch()
+        return
+    with torch.cuda.device(device):
+        for launch in todo:
+            launch()
 
 
 def upcast_dot(dtype: torch.dtype) -> bool:

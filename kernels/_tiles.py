@@ -55,7 +55,11 @@ def rows_dot(
         else:
             wide = tile.to(tl.float32)
             for i in tl.static_range(BLOCK_T):
-                token = tl.load(x + tl.cast(i, tl.int64) * stride_x + d, mask=inside & (tl.full((BLOCK_D,), i, tl.int32) < T), other=0.0)
+                token = tl.load(
+                    x + tl.cast(i, tl.int64) * stride_x + d,
+                    mask=inside & (tl.full((BLOCK_D,), i, tl.int32) < T),
+                    other=0.0,
+                )
                 sums = tl.sum(wide * token.to(tl.float32)[None, :], axis=1)
                 acc += tl.where(t[None, :] == i, sums[:, None], 0.0)
     if BLOCK_T == 1 and not DOT:

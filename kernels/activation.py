@@ -14,13 +14,12 @@ from torch import Tensor
 from sparsemlp import activations
 from sparsemlp._layout import dense, laid_out_like
 from sparsemlp.kernels import _activations, _configs
-from sparsemlp.kernels._launch import Launch, run
+from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run
 
 __all__ = ["DEFAULT", "backward", "backward_launches", "counted", "forward", "forward_launches"]
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-DEFAULT: _configs.Config = {"block": 1024, "warps": 4, "counted_blocks": 8}
-"""16 bytes a thread and load at half precision. With counts a program takes more, since all add to two numbers."""
+DEFAULT: _configs.Config = {"block": 2048, "warps": 4, "counted_blocks": 8}
+"""At least 16 bytes a thread and load, on 128 threads (NVIDIA) as on 256 (AMD). With counts a program takes more, since all add to two numbers."""
 
 
 @triton.jit

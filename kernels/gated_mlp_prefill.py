@@ -68,7 +68,18 @@ def _gated_mlp_fwd_hidden_kernel(
     j = (tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     mask = (j < F) & (t >= 0)
     act, active = _active(
-        pre, threshold, token_scale, params, t, j, mask, F, skipped_mean is not None, ACT, N_PARAMS, PER_NEURON
+        pre,
+        threshold,
+        token_scale,
+        params,
+        t,
+        j,
+        mask,
+        F,
+        skipped_mean is not None,
+        ACT,
+        N_PARAMS,
+        PER_NEURON,
     )
     h = act * tl.load(up + t * F + j, mask=mask, other=0.0).to(tl.float32)
     if skipped_mean is not None:
@@ -101,7 +112,7 @@ def _gated_mlp_fwd_repair_kernel(
             rows = tl.load(
                 w_down_t + tl.trans(j) * stride_down + d[None, :], mask=column & inside[None, :], other=0.0
             ).to(tl.float32)
-            acc += tl.sum(tl.where(column, tl.trans(h) * rows, 0.0), axis=0)
+            acc += tl.sum(tl.trans(h) * rows, axis=0)  # what is not active was not loaded, it is 0
         if b_down is not None:
             acc += tl.load(b_down + d, mask=inside, other=0.0).to(tl.float32)
         if skipped_out is not None:
@@ -119,7 +130,18 @@ def _gated_mlp_fwd_tiles_kernel(
     j = (tl.program_id(1).to(tl.int64) * TILE_F + tl.arange(0, TILE_F))[None, :]
     mask = (t < T) & (j < F)
     _, active = _active(
-        pre, threshold, token_scale, params, t, j, mask, F, skipped_mean is not None, ACT, N_PARAMS, PER_NEURON
+        pre,
+        threshold,
+        token_scale,
+        params,
+        t,
+        j,
+        mask,
+        F,
+        skipped_mean is not None,
+        ACT,
+        N_PARAMS,
+        PER_NEURON,
     )
     found = tl.max(tl.max(active.to(tl.int32), axis=1), axis=0)
     tl.store(flags + tl.program_id(0).to(tl.int64) * tiles + tl.program_id(1), found)
@@ -155,9 +177,22 @@ def _gated_mlp_fwd_up_tiles_kernel(
         mask = (t < T) & (j < F)
         if b_up is not None:
             up += tl.load(b_up + j, mask=j < F, other=0.0).to(tl.float32)
-        up = up.to(pre.dtype.element_ty).to(tl.float32)  # stored values decide and multiply, as in the dense path
+        up = up.to(pre.dtype.element_ty).to(
+            tl.float32
+        )  # stored values decide and multiply, as in the dense path
         act, active = _active(
-            pre, threshold, token_scale, params, t, j, mask, F, skipped_mean is not None, ACT, N_PARAMS, PER_NEURON
+            pre,
+            threshold,
+            token_scale,
+            params,
+            t,
+            j,
+            mask,
+            F,
+            skipped_mean is not None,
+            ACT,
+            N_PARAMS,
+            PER_NEURON,
         )
         h = act * up
         if skipped_mean is not None:
@@ -234,7 +269,9 @@ def repair(
     )  # fmt: skip
 
 
-def tile_list(pre: Tensor, rule: Rule, config: _configs.Config) -> tuple[Tensor, Tensor, Tensor, list[Launch]]:
+def tile_list(
+    pre: Tensor, rule: Rule, config: _configs.Config
+) -> tuple[Tensor, Tensor, Tensor, list[Launch]]:
     """Which tiles are active: flags (token tiles, neuron tiles), their list, counts (token tiles,), the launches."""
     (tokens, f), tile_t, tile_f = pre.shape, config["tile_t"], config["tile_f"]
     token_tiles, tiles = -(-tokens // tile_t), -(-f // tile_f)
@@ -243,7 +280,17 @@ def tile_list(pre: Tensor, rule: Rule, config: _configs.Config) -> tuple[Tensor,
     mark = Launch(
         _gated_mlp_fwd_tiles_kernel,
         (token_tiles, tiles),
-        (pre, rule.threshold, rule.token_scale, rule.skipped_mean, rule.activation_params, flags, tokens, f, tiles),
+        (
+            pre,
+            rule.threshold,
+            rule.token_scale,
+            rule.skipped_mean,
+            rule.activation_params,
+            flags,
+            tokens,
+            f,
+            tiles,
+        ),
         {"TILE_T": tile_t, "TILE_F": tile_f, **rule.constants},
         config["warps"],
     )

@@ -1,7 +1,8 @@
 """sparsemlp: kernels that skip the zeros in Transformer MLPs.
 
-Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` and `sparsemlp.activation` for the operators, `sparsemlp.nn` for modules,
-`sparsemlp.calibrate` for thresholds, and `sparsemlp.integrations.transformers` for Hugging Face models.
+Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` and `sparsemlp.activation` for the operators,
+`sparsemlp.nn` for modules, `sparsemlp.calibrate` for thresholds, and `sparsemlp.integrations.transformers` for Hugging
+Face models.
 """
 
 from __future__ import annotations

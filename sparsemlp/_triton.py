@@ -18,7 +18,9 @@ DEVICES = ("cuda", "cpu")
 def problem() -> str | None:
     """Why no Triton kernel can be defined here, as a sentence, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; CUDA and ROCm builds of PyTorch bring it, elsewhere: pip install triton"
+        return (
+            "Triton is not installed; CUDA and ROCm builds of PyTorch bring it, elsewhere: pip install triton"
+        )
     return None
 
 
@@ -30,5 +32,7 @@ def interpreting() -> bool:
 def cpu_only_interpreted(x: Tensor) -> str | None:
     """x is on the CPU, and nothing interprets."""
     if x.device.type == "cpu" and not interpreting():
-        return "computes on cuda, the tensors are on cpu (in Triton's interpreter they may: TRITON_INTERPRET=1)"
+        return (
+            "computes on cuda, the tensors are on cpu (in Triton's interpreter they may: TRITON_INTERPRET=1)"
+        )
     return None

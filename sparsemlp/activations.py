@@ -96,7 +96,7 @@ def _d_mix(p: Tensor, lam: Tensor) -> Tensor:
 
 def _d_silu(p: Tensor) -> Tensor:
     s = torch.sigmoid(p)
-    return s * (1 + p * (1 - s))
+    return s + p * s * torch.sigmoid(-p)  # 1 − s would cancel
 
 
 def _d_gelu(p: Tensor) -> Tensor:
@@ -109,11 +109,12 @@ def _gelu_tanh(p: Tensor) -> Tensor:
 
 
 def _d_gelu_tanh(p: Tensor) -> Tensor:
-    # with s = ½(1 + tanh z): ½(1 − tanh² z) = 2·s·(1 − s), which is 0 where p² could overflow
+    # with s = ½(1 + tanh z): ½(1 − tanh² z) = 2·s·(1 − s), which is 0 long before p² overflows
     q = torch.clamp(p, -64, 64)
     c = 2 * (2 / torch.pi) ** 0.5
-    s = torch.sigmoid(c * q * (1 + 0.044715 * q * q))
-    return s + q * s * (1 - s) * c * (1 + 3 * 0.044715 * q * q)
+    z = c * q * (1 + 0.044715 * q * q)
+    s = torch.sigmoid(z)
+    return s + q * s * torch.sigmoid(-z) * c * (1 + 3 * 0.044715 * q * q)
 
 
 def _identity(p: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparsemlp import _native  # noqa: E402
+from sparsemlp import _native
 
 
 @pytest.fixture(scope="session", autouse=True)

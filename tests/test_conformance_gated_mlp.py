@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sparsemlp
-from sparsemlp import _triton, activations
+from sparsemlp import activations
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import BUILT, backends, decided_from
@@ -27,7 +27,7 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
     """Runs the sample unless `out` is given, and holds it against the truth; returns it as (T, D)."""
     truth = Truth(sample)
     if out is None:
-        with _larger_blocks(sample, backend):
+        with _blocks(sample, backend):
             out = sample.run(sparsemlp.gated_mlp, backend=backend)
         assert out.shape == sample.x.shape
         assert out.dtype == sample.x.dtype
@@ -38,13 +38,18 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
     return out
 
 
-def _larger_blocks(sample: Sample, backend: str) -> contextlib.AbstractContextManager[None]:
-    """Triton's interpreter runs programs one by one: 2,000 of the default size would take half a minute."""
-    if backend != "triton" or not _triton.interpreting() or sample.w_gate.shape[0] < 1000:
+def _blocks(sample: Sample, backend: str) -> contextlib.AbstractContextManager[None]:
+    """Blocks of a GPU kernel that make several of everything (tiles of D, segments in a split) out of small sizes.
+
+    Where F is large, larger ones: Triton's interpreter runs programs one by one and would take half a minute.
+    """
+    if backend != "triton":
         return contextlib.nullcontext()
     from sparsemlp.kernels import _configs
 
-    return _configs.use("gated_mlp", {"block_f": 256, "block_i": 64, "splits": 5})
+    large = sample.w_gate.shape[0] >= 1000
+    config = {"splits": 3, "block_f": 16, "block_i": 16, "block_d": 64, "down_block_d": 64}
+    return _configs.use("gated_mlp", {**config, "block_f": 256, "block_i": 64} if large else config)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

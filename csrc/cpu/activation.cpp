@@ -69,6 +69,15 @@ void check_layout(const Tensor& made, const Tensor& like, const char* name) {
                         name, " must be dense and laid out like p");
 }
 
+// Writes into every page that a block of fresh output lies in. Its page faults then come together, and not in the
+// middle of the kernel's loop, where each throws away the loads that are under way: 34 instead of 38 ms for 4096 x 4096
+// fp32 (relu, one thread of a Zen 4).
+void touch(char* out, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 4096)
+        out[at] = 0;
+    out[bytes - 1] = 0;
+}
+
 // run(first entry, entries) for every block of n entries, in parallel.
 template <class Run> void blocks(int64_t n, Run run) {
     const int64_t count = (n + kActivationBlock - 1) / kActivationBlock;
@@ -91,9 +100,7 @@ Tensor forward(const Tensor& p, const OptionalTensor& params, int64_t activation
     const char* from = static_cast<const char*>(p.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
     blocks(p.numel(), [&](int64_t first, int64_t n) {
-        for (int64_t at = 0; at < n * bytes; at += 4096)
-            to[first * bytes + at] = 0;
-        to[(first + n) * bytes - 1] = 0;
+        touch(to + first * bytes, n * bytes);
         int64_t found[2] = {0, 0};
         kernel.forward(from + first * bytes, to + first * bytes, n, static_cast<Activation>(activation), values,
                        counts == nullptr ? nullptr : found);
@@ -131,6 +138,7 @@ Tensor activation_bwd(Tensor grad, Tensor p, OptionalTensor params, int64_t acti
     char* to = static_cast<char*>(out.mutable_data_ptr());
     blocks(p.numel(), [&](int64_t first, int64_t n) {
         const int64_t at = first * bytes;
+        touch(to + at, n * bytes);
         kernel.backward(left + at, right + at, to + at, n, static_cast<Activation>(activation), values);
     });
     return out;

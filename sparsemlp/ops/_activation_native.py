@@ -12,8 +12,12 @@ __all__ = ["backward", "counted", "forward"]
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define("_activation_native(Tensor p, Tensor? params, int activation, int isa) -> Tensor")
-_lib.define("_activation_counts_native(Tensor p, Tensor? params, int activation, int isa) -> (Tensor, Tensor)")
-_lib.define("_activation_bwd_native(Tensor grad, Tensor p, Tensor? params, int activation, int isa) -> Tensor")
+_lib.define(
+    "_activation_counts_native(Tensor p, Tensor? params, int activation, int isa) -> (Tensor, Tensor)"
+)
+_lib.define(
+    "_activation_bwd_native(Tensor grad, Tensor p, Tensor? params, int activation, int isa) -> Tensor"
+)
 _forward = torch.ops.sparsemlp._activation_native.default
 _counted = torch.ops.sparsemlp._activation_counts_native.default
 _backward = torch.ops.sparsemlp._activation_bwd_native.default

@@ -144,7 +144,9 @@ def activation(
         out = reference.differentiable(p, params, name)
         if not counts:
             return out
-        return out, reference.counts_of(out.detach(), p.detach(), None if params is None else params.detach(), name)
+        return out, reference.counts_of(
+            out.detach(), p.detach(), None if params is None else params.detach(), name
+        )
     return (COUNTED if counts else OP)(p, params, name, backend=backend)
 
 

@@ -18,7 +18,7 @@ def _wide(t: Tensor) -> Tensor:
 
 def _fresh(result: Tensor, p: Tensor) -> Tensor:
     """`result` as the operators return it: not p itself, with the strides of `torch.empty_like(p)`."""
-    if result is not p and result.is_contiguous() and p.is_contiguous():
+    if result is not p and p.is_contiguous() and result.stride() == p.stride():
         return result
     return torch.empty_like(p).copy_(result)
 

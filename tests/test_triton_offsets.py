@@ -1,0 +1,46 @@
+"""Offsets beyond 2³¹ elements: rows that far apart in memory of which almost nothing is ever touched."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsemlp
+from sparsemlp import _triton
+from sparsemlp.ops.gated_mlp import OP
+from tests.backends import backends
+from tests.cases import Case, build
+from tests.test_conformance_gated_mlp import check
+
+TRITON = pytest.mark.parametrize("backend", backends(OP, only="triton"))
+
+
+def far_apart(values: Tensor) -> Tensor:
+    """The same rows, the last beyond 2³¹ elements, in memory that the system gives out page by page on first touch."""
+    n, d = values.shape
+    stride = 2**31 // (n - 1) + 16
+    size = values.element_size() * ((n - 1) * stride + d)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, size, flags=flags)
+    flat = torch.frombuffer(memory, dtype=values.dtype, count=size // values.element_size())
+    return flat.as_strided((n, d), (stride, 1)).copy_(values)
+
+
+@TRITON
+@pytest.mark.skipif(not _triton.interpreting(), reason="the memory is the host's: for Triton's interpreter")
+@pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down_t"])
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+def test_rows_far_apart(tokens: int, which: str, backend: str) -> None:
+    if which == "x" and tokens == 1:
+        tokens = 5
+    for dtype in (torch.float32, torch.float16):
+        sample = build(Case("far", tokens=tokens, d=24, f=6, density=1, biases="gud"), dtype)
+        near = sample.run(sparsemlp.gated_mlp, backend=backend)
+        far = replace(sample, **{which: far_apart(getattr(sample, which))})
+        out = far.run(sparsemlp.gated_mlp, backend=backend)
+        check(sample, backend, out)
+        assert tokens > 16 or torch.equal(out, near)  # above, PyTorch's GEMM may choose another order
