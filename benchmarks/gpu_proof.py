@@ -65,7 +65,10 @@ _STREAMS = ("p", "grad", "pre", "up")
 
 @dataclass(frozen=True)
 class Case:
-    """A call: launches of the plan `plan`; `options` of `OPTIONS`, `config` as (name, value) over the default's."""
+    """A call: launches of the plan `plan`.
+
+    `options`: of `OPTIONS`, or "up" or "product"; `config`: (name, value) pairs over the default's.
+    """
 
     plan: str
     dtype: str
@@ -154,6 +157,7 @@ def _arguments(case: Case) -> dict[str, Any]:
         "b_down": _meta(d, dtype=dtype) if biases else None,
         "activation_params": _params(case.activation),
         "activation": case.activation,
+        "indicator": next(filter(has, ("up", "product")), "gate"),
     }
 
 
@@ -164,13 +168,12 @@ def _decode(case: Case) -> list[Launch]:
 
 
 def _prefill(case: Case, part: str) -> list[Launch]:
-    from sparsemlp.kernels import _configs
+    from sparsemlp.kernels import _configs, gated_mlp_tiles
     from sparsemlp.kernels import gated_mlp_prefill as prefill
+    from sparsemlp.kernels._gated_mlp_rule import Rule
 
     a = _arguments(case)
-    rule = prefill.Rule(
-        a["threshold"], a["token_scale"], a["skipped_mean"], a["activation_params"], a["activation"]
-    )
+    rule = Rule(**{name: a[name] for name in Rule._fields})
     dtype = DTYPES[case.dtype]
     key = {"tokens": case.tokens, "d": case.d, "f": case.f, "dtype": case.dtype}
     default = prefill.default(case.tokens, case.d, case.f, dtype)
@@ -179,9 +182,11 @@ def _prefill(case: Case, part: str) -> list[Launch]:
     if part == "hidden":
         return [prefill.hidden(pre, pre, rule, config)[1]]
     if part == "repair":
-        return [prefill.repair(pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)]
-    flags, listed, counts, launches = prefill.tile_list(pre, rule, config)
-    products = prefill.tile_products(
+        return [
+            prefill.repair(pre, pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)
+        ]
+    flags, listed, counts, launches = gated_mlp_tiles.tile_list(pre, rule, config)
+    products = gated_mlp_tiles.tile_products(
         a["x"], a["w_up"], a["w_down_t"], a["b_up"], a["b_down"], a["skipped_out"],
         pre, flags, listed, counts, rule, config,
     )  # fmt: skip
@@ -240,6 +245,16 @@ def full() -> Iterator[Case]:
         yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=OPTIONS)
     for tokens, option in itertools.product((1, 8), OPTIONS):
         yield Case("gated_mlp decode", "bf16", "silu", tokens, options=(option,))
+    for indicator, tokens in itertools.product(("up", "product"), (1, 8)):
+        yield from _cases(
+            "gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=(*OPTIONS, indicator)
+        )
+        yield from _cases(
+            "gated_mlp hidden", ("bf16",), ("weird",), tokens=512, options=(*OPTIONS, indicator)
+        )
+        yield from _cases(
+            "gated_mlp repair", ("bf16",), ("weird",), tokens=512, options=(*OPTIONS, indicator)
+        )
     for plan in ("gated_mlp hidden", "gated_mlp repair", "gated_mlp tiles"):
         yield from _cases(plan, DTYPES, ("weird",), tokens=512, options=OPTIONS)
     for tokens, dtype in itertools.product((1, 8), DTYPES):

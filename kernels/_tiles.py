@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["active_mask", "dot", "limits", "rows_dot"]
+__all__ = ["dot", "kept_mask", "limits", "rows_dot"]
 
 
 @triton.jit
@@ -55,11 +55,8 @@ def rows_dot(
         else:
             wide = tile.to(tl.float32)
             for i in tl.static_range(BLOCK_T):
-                token = tl.load(
-                    x + tl.cast(i, tl.int64) * stride_x + d,
-                    mask=inside & (tl.full((BLOCK_D,), i, tl.int32) < T),
-                    other=0.0,
-                )
+                mask = inside & (tl.full((BLOCK_D,), i, tl.int32) < T)
+                token = tl.load(x + tl.cast(i, tl.int64) * stride_x + d, mask=mask, other=0.0)
                 sums = tl.sum(wide * token.to(tl.float32)[None, :], axis=1)
                 acc += tl.where(t[None, :] == i, sums[:, None], 0.0)
     if BLOCK_T == 1 and not DOT:
@@ -68,26 +65,19 @@ def rows_dot(
 
 
 @triton.jit
-def active_mask(act, limit, scale, HAS_SCALE: tl.constexpr, HAS_MEAN: tl.constexpr):
-    """Who is active, as `act`: not (|a| < s·t), so that a NaN is kept, and a ≠ 0 unless a mean replaces what is skipped.
-
-    limit and scale broadcast to act. s = 0 is dense, even at t = inf.
-    """
+def kept_mask(m, limit, scale, HAS_SCALE: tl.constexpr):
+    """Who is kept: not (|m| < s·t), so that a NaN is; s = 0 is dense, even at t = inf. All broadcast to m's shape."""
     if HAS_SCALE:
         limit = tl.where(scale == 0, 0.0, scale * limit)
-    skipped = tl.abs(act) < limit
-    if not HAS_MEAN:
-        skipped = skipped | (act == 0)
-    return skipped == 0
+    return (tl.abs(m) < limit) == 0
 
 
 @triton.jit
 def limits(threshold, token_scale, t, j, mask, PER_NEURON: tl.constexpr):
     """(threshold of neurons j, scale of tokens t), as they broadcast against each other and to mask."""
+    limit = tl.load(threshold)
     if PER_NEURON:
         limit = tl.load(threshold + j + tl.zeros_like(t), mask=mask, other=0.0)
-    else:
-        limit = tl.load(threshold)
     scale = 1.0
     if token_scale is not None:
         scale = tl.load(token_scale + t + tl.zeros_like(j), mask=mask, other=1.0)

@@ -19,7 +19,8 @@ from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run
 __all__ = ["DEFAULT", "backward", "backward_launches", "counted", "forward", "forward_launches"]
 
 DEFAULT: _configs.Config = {"block": 2048, "warps": 4, "counted_blocks": 8}
-"""At least 16 bytes a thread and load, on 128 threads (NVIDIA) as on 256 (AMD). With counts a program takes more, since all add to two numbers."""
+"""At least 16 bytes a thread and load, on 128 threads (NVIDIA) as on 256 (AMD). With counts a program takes more, since
+all add to two numbers."""
 
 
 @triton.jit

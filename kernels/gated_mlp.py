@@ -1,8 +1,9 @@
 """The thresholded gated MLP on a GPU, for few tokens: two launches, nothing of the data is looked at by the host.
 
 1. `_gated_mlp_fwd_select_kernel`: one program a block of neurons. Gate rows, activation, threshold; where some token
-   wants a neuron its up row, and no other; then the block's active neurons (index, tokens that want it as bits, hidden
-   values) are written to the block's segment of a list, and their number beside it.
+   wants a neuron its up row, and no other (by the indicator "up" the other way round, by "product" all of both); then
+   the block's active neurons (index, tokens that want it as bits, hidden values) are written to the block's segment of
+   a list, and their number beside it.
 2. `_gated_mlp_fwd_down_kernel`: programs are (columns of D) × (splits of the list). Each walks its segments, adds the
    down rows of the neurons in them, and stores a partial sum; the last one of a column block adds the partial sums in
    order of the splits, so that results repeat bit for bit.
@@ -20,7 +21,7 @@ from torch import Tensor
 from sparsemlp import activations
 from sparsemlp.kernels import _activations, _configs, gated_mlp_prefill
 from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run, upcast_dot
-from sparsemlp.kernels._tiles import active_mask, dot, limits, rows_dot
+from sparsemlp.kernels._tiles import dot, kept_mask, limits, rows_dot
 
 __all__ = ["DECODE_TOKENS", "decode", "default", "forward"]
 
@@ -28,6 +29,14 @@ DECODE_TOKENS = 16
 """Up to here the two launches of this file: the tokens of a tensor-core tile, and bits of a token mask."""
 
 _MAX_FLOAT = tl.constexpr(3.402823466e38)
+
+
+@triton.jit
+def _plus(p, bias, j, mask):
+    """p (neurons, tokens) and the neurons' bias, which may be None."""
+    if bias is not None:
+        p += tl.load(bias + j, mask=mask, other=0.0).to(tl.float32)[:, None]
+    return p
 
 
 @triton.jit
@@ -56,6 +65,7 @@ def _gated_mlp_fwd_select_kernel(
     ACT: tl.constexpr,
     N_PARAMS: tl.constexpr,
     PER_NEURON: tl.constexpr,
+    INDICATOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,30 +80,48 @@ def _gated_mlp_fwd_select_kernel(
     j = segment.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     t = tl.arange(0, BLOCK_T)
     inside = j < F
-    act = rows_dot(w_gate, stride_gate, j, inside, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST)
-    if b_gate is not None:
-        act += tl.load(b_gate + j, mask=inside, other=0.0).to(tl.float32)[:, None]
-    a, b, c = _activations.params(params, N_PARAMS)
-    act = ACT(act, a, b, c)
     real = inside[:, None] & (t < T)[None, :]
+    a, b, c = _activations.params(params, N_PARAMS)
+    if INDICATOR != "up":
+        act = rows_dot(
+            w_gate, stride_gate, j, inside, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
+        )
+        act = ACT(_plus(act, b_gate, j, inside), a, b, c)
+        m = act
+    if INDICATOR != "gate":
+        up = rows_dot(w_up, stride_up, j, inside, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST)
+        up = _plus(up, b_up, j, inside)
+        m = act * up if INDICATOR == "product" else up
     limit, scale = limits(threshold, token_scale, t[None, :], j[:, None], real, PER_NEURON)
-    active = active_mask(act, limit, scale, token_scale is not None, skipped_mean is not None) & real
-    bits = tl.sum(tl.where(active, (1 << t)[None, :], 0), axis=1)
-    wanted = bits != 0
+    active = kept_mask(m, limit, scale, token_scale is not None) & real
+    if INDICATOR != "up" and skipped_mean is None:
+        active = active & (act != 0)
+    wanted = tl.max(active.to(tl.int32), axis=1) != 0
     count = tl.sum(wanted.to(tl.int32), axis=0)
-    tl.store(counts + segment, count)
     if count > 0:
-        up = rows_dot(w_up, stride_up, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST)
-        if b_up is not None:
-            up += tl.load(b_up + j, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        if INDICATOR == "gate":
+            up = rows_dot(
+                w_up, stride_up, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
+            )
+            up = _plus(up, b_up, j, wanted)
+        if INDICATOR == "up":
+            act = rows_dot(
+                w_gate, stride_gate, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
+            )
+            act = ACT(_plus(act, b_gate, j, wanted), a, b, c)
+            if skipped_mean is None:
+                active = active & (act != 0)
+                wanted = tl.max(active.to(tl.int32), axis=1) != 0
+                count = tl.sum(wanted.to(tl.int32), axis=0)
         h = act * up
         if skipped_mean is not None:
             h -= tl.load(skipped_mean + j, mask=wanted, other=0.0)[:, None]
         h = tl.where(active, h, 0.0)
         slot = segment.to(tl.int64) * BLOCK_F + tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(neurons + slot, j.to(tl.int32), mask=wanted)
-        tl.store(tokens + slot, bits, mask=wanted)
+        tl.store(tokens + slot, tl.sum(tl.where(active, (1 << t)[None, :], 0), axis=1), mask=wanted)
         tl.store(hidden + slot[:, None] * BLOCK_T + t[None, :], h, mask=wanted[:, None])
+    tl.store(counts + segment, count)
 
 
 @triton.jit
@@ -110,7 +138,7 @@ def _exact_sum(
     ends, total, split, neurons, tokens, hidden, w_down_t, stride_down, d, inside,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The partial sum again with a select for every (token, row): an inf in a row is no NaN for who does not want it."""
+    """The partial sum with a select for every (token, row): an inf in a row makes no NaN for who does not want it."""
     t = tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for start in range(0, total, BLOCK_I):
@@ -250,6 +278,7 @@ def decode(
     b_down: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
+    indicator: str,
 ) -> tuple[Tensor, list[Launch]]:
     """The output, not yet computed, and the launches that compute it; at most DECODE_TOKENS tokens."""
     (tokens, d), f = x.shape, w_gate.shape[0]
@@ -289,6 +318,7 @@ def decode(
             "ACT": _activations.FORWARD[activation],
             "N_PARAMS": len(activations.get(activation).params),
             "PER_NEURON": threshold.dim() == 1,
+            "INDICATOR": indicator,
             "BLOCK_D": block_d,
             **shared,
         },
@@ -351,7 +381,7 @@ def forward(
     plan = decode if x.shape[0] <= DECODE_TOKENS else gated_mlp_prefill.prefill
     args = (
         x, w_gate, w_up, w_down_t, _float32(threshold), _float32(token_scale), _float32(skipped_mean),
-        _float32(skipped_out), b_gate, b_up, b_down, _float32(activation_params), activation,
+        _float32(skipped_out), b_gate, b_up, b_down, _float32(activation_params), activation, indicator,
     )  # fmt: skip
     if plan is decode:
         out, launches = decode(*args)

@@ -16,6 +16,7 @@ Typical use, for a kernel that skips by threshold::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -119,19 +120,27 @@ def linear_error(x: Tensor, w: Tensor, bias: Tensor | None, *, decided_from: tor
 
 
 def threshold_band(
-    indicator: Callable[[Tensor], Tensor], pre: Tensor, error: Tensor, limit: Tensor
+    indicator: Callable[..., Tensor],
+    pre: Tensor | tuple[Tensor, ...],
+    error: Tensor | tuple[Tensor, ...],
+    limit: Tensor,
 ) -> Tensor:
     """Which entries may fall on either side of the threshold when pre is known up to `error`.
 
     Args:
         indicator: m as a function of pre, e.g. the activation.
-        pre: (T, F) float64. error: (T, F), see `linear_error`.
+        pre: (T, F) float64, or several, each an argument of `indicator`. error: likewise, see `linear_error`.
         limit: s·t, float64, broadcastable to (T, F).
 
     Returns:
         (T, F) bool: |m| passes the limit, or m becomes or stops being 0, within pre ± error.
     """
-    around = torch.stack([indicator(pre - error), indicator(pre), indicator(pre + error)])
+    values = pre if isinstance(pre, tuple) else (pre,)
+    errors = error if isinstance(error, tuple) else (error,)
+    steps = itertools.product((-1, 0, 1), repeat=len(values))
+    around = torch.stack(
+        [indicator(*(v + k * e for v, k, e in zip(values, ks, errors, strict=True))) for ks in steps]
+    )
     slack = 4 * _FLOAT32_EPS * around.abs().amax(0)
     low, high = around.abs().amin(0) - slack, around.abs().amax(0) + slack
     low = torch.where(around.amin(0).sign() * around.amax(0).sign() < 0, torch.zeros_like(low), low)

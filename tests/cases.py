@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparsemlp import activations
-from sparsemlp.testing import flip_budget, linear_error, threshold_band
 from tests.devices import device_of, on
+from tests.truth import Truth
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAMS = {"weird": (1.625, 1.625, 1.5), "fatrelu": (0.375,), "mix": (0.25,)}
@@ -41,6 +40,7 @@ class Case:
     biases: str = ""
     weights: str = "guarded"
     x: str = "plain"
+    indicator: str = "gate"
 
     def __str__(self) -> str:
         return self.name
@@ -57,6 +57,7 @@ class Sample:
     activation: str
     threshold: Tensor
     options: dict[str, Tensor] = field(default_factory=dict)
+    indicator: str = "gate"
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +66,8 @@ class Sample:
     def run(self, function: Callable[..., Tensor], **changes: Any) -> Tensor:
         """The function's result; computed where the backend is at home and brought back."""
         call = {"threshold": self.threshold, "activation": self.activation, **self.options, **changes}
+        if self.indicator != "gate":
+            call["indicator"] = self.indicator
         device = device_of(call.get("backend", "auto"))
         call = {k: on(device, v) if isinstance(v, Tensor) else v for k, v in call.items()}
         return function(*(on(device, t) for t in (self.x, *self.weights)), **call).to(self.x.device)
@@ -140,7 +143,7 @@ def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
         if letter[0] in case.biases:
             options[f"b_{letter}"] = normal(size, size=0.5)
     x = _x(case.x, normal(case.tokens, case.d))
-    sample = Sample(x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options)
+    sample = Sample(x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options, case.indicator)
     tokens = x.numel() // case.d if case.d else case.tokens
     if case.scale:
         options["token_scale"] = _scale(case.scale, tokens, g)
@@ -164,7 +167,7 @@ def _scale(kind: str, tokens: int, g: torch.Generator) -> Tensor:
 
 
 def _threshold(density: float | str, truth: Truth, g: torch.Generator) -> Tensor:
-    magnitude = truth.act.abs()
+    magnitude = truth.m.abs()
     f = magnitude.shape[1]
     if density == 0:
         return torch.tensor(torch.inf)
@@ -182,89 +185,6 @@ def _threshold(density: float | str, truth: Truth, g: torch.Generator) -> Tensor
         return limit
     assert isinstance(density, float)
     return magnitude.flatten().quantile(1 - density).float()
-
-
-class Truth:
-    """What a sample's output is, in float64 and written independently of the package's reference.
-
-    Attributes: `pre`, `act`, `up` (T, F); `kept`, `active` (T, F) bool; `out` (T, D).
-    """
-
-    def __init__(self, sample: Sample) -> None:
-        def wide(name: str) -> Tensor | None:
-            value = sample.options.get(name)
-            return None if value is None else value.double()
-
-        self.sample = sample
-        d = sample.x.shape[-1]
-        self.x = (
-            sample.x.double().reshape(-1, d)
-            if d
-            else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
-        )
-        self.pre = F.linear(self.x, sample.w_gate.double(), wide("b_gate"))
-        self.up = F.linear(self.x, sample.w_up.double(), wide("b_up"))
-        params = wide("activation_params")
-        self.indicator = lambda p: activations.apply(p, sample.activation, params)
-        self.act = self.indicator(self.pre)
-        self.mean = wide("skipped_mean")
-        scale = wide("token_scale")
-        limit = sample.threshold.double().expand(self.act.shape)
-        if scale is not None:
-            column = scale.reshape(-1, 1)
-            limit = torch.where(column == 0, 0.0, column * limit)
-        self.limit = limit
-        self.kept = ~(self.act.abs() < limit)
-        self.active = self.kept if self.mean is not None else self.kept & (self.act != 0)
-        self.hidden = torch.where(
-            self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0
-        )
-        down = torch.where(self.active.any(0)[:, None], sample.w_down_t.double(), 0.0)
-        self.out = self.hidden @ down
-        for name in ("b_down", "skipped_out"):
-            value = wide(name)
-            if name == "skipped_out" and value is None and self.mean is not None:
-                value = self.mean @ sample.w_down_t.double()
-            if value is not None:
-                self.out = self.out + value
-
-    def peers(self, count: int = 3) -> list[Tensor]:
-        """The masked MLP by plain PyTorch operations in the sample's dtype, in several orders of summation."""
-        s, dtype = self.sample, self.sample.x.dtype
-        g = torch.Generator().manual_seed(0)
-        out = []
-        for _ in range(count):
-            d, f = (
-                torch.randperm(s.w_gate.shape[1], generator=g),
-                torch.randperm(s.w_gate.shape[0], generator=g),
-            )
-            x = self.x.to(dtype)[:, d]
-
-            def bias(name: str, order: Tensor | None) -> Tensor | None:
-                value = self.sample.options.get(name)
-                return value if value is None or order is None else value[order]
-
-            pre = F.linear(x, s.w_gate[f][:, d], bias("b_gate", f))
-            up = F.linear(x, s.w_up[f][:, d], bias("b_up", f))
-            act = activations.apply(pre, s.activation, s.options.get("activation_params"))
-            product = act * up if self.mean is None else act * up - self.mean.to(dtype)[f]
-            hidden = torch.where(self.active[:, f], product, 0)
-            down = torch.where(self.active.any(0)[:, None], s.w_down_t, 0)[f]
-            result = F.linear(hidden, down.t(), bias("b_down", None))
-            if self.mean is not None:
-                shift = s.options.get("skipped_out")
-                result = result + (self.mean.to(dtype) @ s.w_down_t if shift is None else shift.to(dtype))
-            out.append(result)
-        return out
-
-    def flips(self, decided_from: torch.dtype) -> Tensor:
-        """What entries at the threshold may add to the output's error, (T, D)."""
-        s = self.sample
-        error = linear_error(self.x, s.w_gate, s.options.get("b_gate"), decided_from=decided_from)
-        band = threshold_band(self.indicator, self.pre, error, self.limit)
-        around = torch.stack([self.indicator(self.pre + k * error).abs() for k in (-1, 0, 1)]).amax(0)
-        most = around * self.up.abs() + (0 if self.mean is None else self.mean.abs())
-        return flip_budget(band, most, s.w_down_t)
 
 
 def _sizes() -> list[Case]:
@@ -333,6 +253,26 @@ def _layouts() -> list[Case]:
     ]
 
 
+def _indicators() -> list[Case]:
+    kinds = (
+        ("silu", 0.5, "", ""),
+        ("relu", "neurons", "", ""),
+        ("silu", 0, "", "one_zero"),
+        ("weird", 0.5, "mean+out", ""),
+        ("jsrelu", "some_inf", "mean", "varied"),
+    )
+    return [
+        Case(
+            f"{indicator}-{activation}-{density}-{mean}-{scale}-T{tokens}",
+            tokens=tokens, activation=activation, density=density, mean=mean, scale=scale, biases="gud",
+            indicator=indicator,
+        )
+        for indicator in ("up", "product")
+        for activation, density, mean, scale in kinds
+        for tokens in (1, 5, 36)
+    ]  # fmt: skip
+
+
 def _biases() -> list[Case]:
     return [
         Case(f"bias-{b}-{a}-T{t}", tokens=t, biases=b, activation=a)
@@ -388,6 +328,7 @@ CASES = [
     *_means(),
     *_layouts(),
     *_biases(),
+    *_indicators(),
 ]
 """Every case; names are unique."""
 

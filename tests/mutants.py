@@ -68,6 +68,10 @@ TAILS = cases("w-guarded-T1", "w-guarded-T5")
 MATES = call("test_rows_count_for_the_tokens_that_want_them", "w_down_t", torch.inf, 4, HALF)
 MANY_MATES = call("test_rows_count_for_the_tokens_that_want_them", "w_down_t", torch.inf, 40, HALF)
 EDGE = call("test_the_threshold_itself_is_kept", 4, torch.float32)
+PERCENT = call("test_a_threshold_one_percent_off_fails", torch.float32, 24)
+NAN_WEIGHT = call("test_nan_before_the_decision_is_never_hidden", "w_gate", 4, torch.float32)
+NAN_TOKEN = call("test_nan_before_the_decision_is_never_hidden", "x", 4, torch.float32)
+MANY_ZEROS = call("test_exact_zeros_are_skipped", "relu", 40, torch.float32)
 ZEROS = call("test_exact_zeros_are_skipped", "relu", 4, torch.float32)
 DENSE = call("test_scale_zero_is_the_dense_mlp", "mean", 4, torch.float32)
 
@@ -76,19 +80,39 @@ _GATED = (
     ("_tiles.py", "inside = d < D", "inside = d < D - 1", TAILS),
     ("_tiles.py", "inside = d < D", "inside = d <= D", TAILS),
     ("_tiles.py", "range(0, D, BLOCK_D):", "range(0, D - BLOCK_D, BLOCK_D):", TAILS),
-    ("_tiles.py", "tl.abs(act) < limit", "tl.abs(act) <= limit", EDGE),
-    ("_tiles.py", "tl.abs(act) < limit", "act < limit", cases("density-0.5-T6")),
-    ("_tiles.py", "tl.abs(act) < limit", "tl.abs(act) < limit * 1.01", call("test_a_threshold_one_percent_off_fails", torch.float32, 24)),
-    ("_tiles.py", "tl.where(scale == 0, 0.0, scale * limit)", "tl.where(scale == 0, limit, scale * limit)", DENSE),
-    ("_tiles.py", "if not HAS_MEAN:", "if HAS_MEAN:", ZEROS),
-    ("_tiles.py", "return skipped == 0", "return (skipped == 0) & (act == act)", call("test_nan_before_the_decision_is_never_hidden", "w_gate", 4, torch.float32)),
-    ("_tiles.py", "acc += tl.where(t[None, :] == i, sums[:, None], 0.0)", "acc += (t[None, :] == i) * sums[:, None]", call("test_nan_before_the_decision_is_never_hidden", "x", 4, torch.float32)),
+    ("_tiles.py", "tl.abs(m) < limit", "tl.abs(m) <= limit", EDGE),
+    ("_tiles.py", "tl.abs(m) < limit", "m < limit", cases("density-0.5-T6")),
+    ("_tiles.py", "tl.abs(m) < limit", "tl.abs(m) < limit * 1.01", PERCENT),
+    (
+        "_tiles.py",
+        "tl.where(scale == 0, 0.0, scale * limit)",
+        "tl.where(scale == 0, limit, scale * limit)",
+        DENSE,
+    ),
+    ("gated_mlp.py", "active & (act != 0)", "active", ZEROS),
+    ("_tiles.py", "(tl.abs(m) < limit) == 0", "tl.abs(m) >= limit", NAN_WEIGHT),
+    (
+        "_tiles.py",
+        "acc += tl.where(t[None, :] == i, sums[:, None], 0.0)",
+        "acc += (t[None, :] == i) * sums[:, None]",
+        NAN_TOKEN,
+    ),
     ("gated_mlp.py", "inside = j < F", "inside = j < F - 1", TAILS),
     ("gated_mlp.py", "inside = j < F", "inside = j <= F", cases("w-end-T1", "w-end-T5")),
     ("gated_mlp.py", "h = tl.where(active, h, 0.0)", "h = h + 0.0", cases("density-0.1-T6")),
-    ("gated_mlp.py", "if b_gate is not None:\n        act +=", "if b_gate is None:\n        act +=", cases("bias-g-silu-T4")),
+    (
+        "gated_mlp.py",
+        "if bias is not None:",
+        "if bias is None:",
+        cases("bias-g-silu-T4"),
+    ),
     ("gated_mlp.py", "tl.store(arrived + c,", "tl.store(arrived + c + 1,", cases("w-plain-T1")),
-    ("gated_mlp.py", "before = ends[None, :] <= item[:, None]", "before = ends[None, :] < item[:, None]", TAILS),
+    (
+        "gated_mlp.py",
+        "before = ends[None, :] <= item[:, None]",
+        "before = ends[None, :] < item[:, None]",
+        TAILS,
+    ),
     ("gated_mlp.py", "+ (item - begin)", "+ item", TAILS),
     ("gated_mlp.py", "segment < segments, other=0)", "segment < segments - 1, other=0)", TAILS),
     ("gated_mlp.py", "live = item < total", "live = item < total - 1", TAILS),
@@ -98,12 +122,36 @@ _GATED = (
     ("gated_mlp.py", "for s in range(SPLITS):", "for s in range(SPLITS - 1):", TAILS),
     ("gated_mlp.py", "if skipped_out is not None:", "if skipped_out is None:", cases("mean+out--0.5--T4")),
     ("gated_mlp.py", "h -= tl.load(skipped_mean", "h += tl.load(skipped_mean", cases("mean+out--0.5--T4")),
-    ("gated_mlp_prefill.py", "tl.where(active, h, 0.0).to(hidden.dtype.element_ty), mask=mask)", "h.to(hidden.dtype.element_ty), mask=mask)", cases("density-0.5-T36")),
-    ("gated_mlp_prefill.py", "mask = (j < F) & (t >= 0)", "mask = (j < F - 1) & (t >= 0)", cases("w-guarded-T33")),
+    (
+        "gated_mlp_prefill.py",
+        "tl.where(active, h, 0.0).to(hidden.dtype.element_ty), mask=mask)",
+        "h.to(hidden.dtype.element_ty), mask=mask)",
+        cases("density-0.5-T36"),
+    ),
+    (
+        "gated_mlp_prefill.py",
+        "mask = (j < F) & (t >= 0)",
+        "mask = (j < F - 1) & (t >= 0)",
+        cases("w-guarded-T33"),
+    ),
+    ("gated_mlp.py", "m = act * up if", "m = act if", cases("product-silu-0.5---T5")),
+    ("gated_mlp.py", 'if INDICATOR != "up" and skipped_mean is None:', "if skipped_mean is not None:", ZEROS),
+    ("_gated_mlp_rule.py", "m = act * m", "m = act", cases("product-silu-0.5---T36")),
+    ("_gated_mlp_rule.py", "active & (act != 0)", "active", MANY_ZEROS),
     ("gated_mlp_prefill.py", "if wrong != 0:", "if wrong > 1:", MANY_MATES),
-    ("gated_mlp_prefill.py", "mask=column & inside[None, :]", "mask=tl.trans(mask) & inside[None, :]", MANY_MATES),
-    ("gated_mlp_prefill.py", "for start in range(0, F, BLOCK_F):", "for start in range(0, F - BLOCK_F, BLOCK_F):", MANY_MATES),
-)  # fmt: skip
+    (
+        "gated_mlp_prefill.py",
+        "mask=column & inside[None, :]",
+        "mask=tl.trans(mask) & inside[None, :]",
+        MANY_MATES,
+    ),
+    (
+        "gated_mlp_prefill.py",
+        "for start in range(0, F, BLOCK_F):",
+        "for start in range(0, F - BLOCK_F, BLOCK_F):",
+        MANY_MATES,
+    ),
+)
 
 MUTANTS = [Mutant(*row) for row in _GATED]
 """All of them, in the order in which they are tried."""

@@ -26,6 +26,10 @@ FEW_AND_MANY = pytest.mark.parametrize("tokens", [1, 4, 40, 130])
 def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """Runs the sample unless `out` is given, and holds it against the truth; returns it as (T, D)."""
     truth = Truth(sample)
+    if backend == "native" and sample.indicator != "gate":
+        with pytest.raises(sparsemlp.BackendUnavailableError, match="native: computes indicator 'gate'"):
+            sample.run(sparsemlp.gated_mlp, backend=backend)
+        return truth.out
     if out is None:
         with _blocks(sample, backend):
             out = sample.run(sparsemlp.gated_mlp, backend=backend)
@@ -190,6 +194,32 @@ def test_exact_zeros_are_skipped(activation: str, tokens: int, dtype: torch.dtyp
 @EVERY_BACKEND
 @EVERY_DTYPE
 @FEW_AND_MANY
+@pytest.mark.parametrize(
+    ("indicator", "unread"), [("up", "w_gate"), ("up", "w_down_t"), ("product", "w_down_t")]
+)
+def test_rows_that_the_indicator_leaves_unread(
+    indicator: str, unread: str, tokens: int, dtype: torch.dtype, backend: str
+) -> None:
+    """What a skipped neuron holds in the rows behind the decision does not reach the output."""
+    sample = build(
+        Case("unread", tokens=tokens, f=70, density="neurons", biases="gud", indicator=indicator), dtype
+    )
+    sample.threshold[33] = torch.inf
+    check(sample, backend)
+    getattr(sample, unread)[33] = torch.nan
+    if unread == "w_gate":
+        sample.options["b_gate"][33] = torch.inf
+    clean = build(
+        Case("unread", tokens=tokens, f=70, density="neurons", biases="gud", indicator=indicator), dtype
+    )
+    clean.threshold[33] = torch.inf
+    if backend != "native":
+        check(clean, backend, sample.run(sparsemlp.gated_mlp, backend=backend))
+
+
+@EVERY_BACKEND
+@EVERY_DTYPE
+@FEW_AND_MANY
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "identity", "relu"])
 def test_zero_and_negative_zero_activate_nothing(
@@ -343,6 +373,7 @@ _random_cases = st.builds(
     mean=st.sampled_from(["", "mean", "mean+out"]),
     biases=st.sampled_from(["", "g", "ud", "gud"]),
     weights=_layouts,
+    indicator=st.sampled_from(["gate", "gate", "up", "product"]),
     x=st.sampled_from(["plain", "guarded", "end", "columns", "strided", "repeated", "leading"]),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,3 +197,24 @@ def test_a_numpy_number_is_a_threshold() -> None:
 def test_a_number_beyond_float32_is_infinite() -> None:
     sample = build(Case("numpy"), torch.float32)
     assert bool((sparsemlp.gated_mlp(sample.x, *sample.weights, threshold=1e300) == 0).all())
+
+
+@pytest.mark.parametrize("mean", ["", "mean"])
+@pytest.mark.parametrize("indicator", ["gate", "up", "product"])
+def test_gradients_are_those_of_the_masked_formula(indicator: str, mean: str) -> None:
+    """The mask is a constant for autograd, whichever value decides it."""
+    sample = build(Case("gradients", tokens=4, mean=mean, biases="gud", indicator=indicator), torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (sample.x, *sample.weights)]
+    x, w_gate, w_up, w_down_t = leaves
+    pre = torch.nn.functional.linear(x, w_gate, sample.options["b_gate"])
+    up = torch.nn.functional.linear(x, w_up, sample.options["b_up"])
+    mu = sample.options["skipped_mean"].double() if mean else 0.0
+    hidden = torch.where(Truth(sample).kept, torch.nn.functional.silu(pre) * up - mu, 0.0)
+    wanted = hidden @ w_down_t + sample.options["b_down"] + (mu @ w_down_t if mean else 0.0)
+    out = replace(sample, x=x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t).run(sparsemlp.gated_mlp)
+    g = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(out, wanted)
+    for ours, truth in zip(
+        torch.autograd.grad(out, leaves, g), torch.autograd.grad(wanted, leaves, g), strict=True
+    ):
+        torch.testing.assert_close(ours, truth)

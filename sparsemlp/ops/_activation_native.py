@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sparsemlp import _native, activations
 from sparsemlp._layout import dense, laid_out_like
+from sparsemlp._op import PLAIN_TENSORS, is_plain_eager
 
-__all__ = ["backward", "counted", "forward"]
+__all__ = ["backward", "counted", "direct", "forward"]
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define("_activation_native(Tensor p, Tensor? params, int activation, int isa) -> Tensor")
@@ -21,6 +22,31 @@ _lib.define(
 _forward = torch.ops.sparsemlp._activation_native.default
 _counted = torch.ops.sparsemlp._activation_counts_native.default
 _backward = torch.ops.sparsemlp._activation_bwd_native.default
+
+
+def direct(p: Tensor, params: Tensor | None, name: str) -> Tensor | None:
+    """The kernel for a plain eager call on unchecked arguments that needs no gradient and no copy; None: not so.
+
+    The kernel checks what it needs itself; the public function's checks are then only for naming what is wrong.
+    """
+    number = activations.IDS.get(name) if type(name) is str else None
+    if (
+        number is None
+        or torch.compiler.is_compiling()
+        or type(p) not in PLAIN_TENSORS
+        or (params is not None and (type(params) not in PLAIN_TENSORS or params.dim() != 1))
+        or _native.problem() is not None
+        or not is_plain_eager("cpu")
+        or not p.is_contiguous()
+        or p.is_neg()
+    ):
+        return None
+    if torch.is_grad_enabled() and (p.requires_grad or (params is not None and params.requires_grad)):
+        return None
+    try:
+        return _forward(p, params, number, _native.isa())
+    except RuntimeError:
+        return None
 
 
 def _float32(t: Tensor | None) -> Tensor | None:

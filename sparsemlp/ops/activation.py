@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsemlp import _native, _reasons, _triton, activations
 from sparsemlp._op import Backend, Op, differentiates, transformed
+from sparsemlp.ops import _activation_native as native
 from sparsemlp.reference import activation as reference
 
 __all__ = ["BACKWARD", "COUNTED", "OP", "activation"]
@@ -25,7 +26,7 @@ def _triton_call(p: Tensor, *args: object) -> str | None:
 
 
 def _backends(function: str) -> tuple[Backend, ...]:
-    native = Backend(
+    compiled = Backend(
         "native",
         ("cpu",),
         f"sparsemlp.ops._activation_native:{function}",
@@ -40,7 +41,7 @@ def _backends(function: str) -> tuple[Backend, ...]:
         call=_triton_call,
         unasked=("cpu",),
     )
-    return native, triton
+    return compiled, triton
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -133,6 +134,10 @@ def activation(
         contiguous tensor is copied first. Autocast changes nothing. Bits do not depend on the number of threads.
     Source: docs/ops/activation.md has the table with its papers.
     """
+    if backend in ("auto", "native") and not counts:
+        done = native.direct(p, params, name)
+        if done is not None:
+            return done
     OP.check_backend(backend)
     _check(p, name, params)
     if (not torch.compiler.is_compiling() and transformed()) or differentiates(params):

@@ -25,6 +25,8 @@ def _fake(x: Tensor, *args: object) -> Tensor:
 
 
 def _native_call(x: Tensor, *args: object) -> str | None:
+    if args[-1] != "gate":
+        return f"computes indicator 'gate', the call has {args[-1]!r}"
     return _reasons.dtype_not_in(x, _NATIVE_DTYPES)
 
 
@@ -87,7 +89,8 @@ def gated_mlp(
 
         a = activation(x @ w_gate.T + b_gate)
         u = x @ w_up.T + b_up
-        kept = ~(abs(a) < token_scale[:, None] * threshold)      # a NaN is kept
+        m = {"gate": a, "up": u, "product": a * u}[indicator]
+        kept = ~(abs(m) < token_scale[:, None] * threshold)      # a NaN is kept
         h = where(kept & (a != 0), a * u, 0)                     # or where(kept, a * u - skipped_mean, 0)
         out = h @ w_down_t + b_down + skipped_out
 
@@ -106,7 +109,9 @@ def gated_mlp(
         activation: a row of `sparsemlp.activations.ACTIVATIONS`.
         activation_params: (n,) float32, the row's parameters in its order; None for a row without parameters.
         b_gate, b_up: (F,) biases, b_down: (D,) bias, x's dtype.
-        indicator: what is compared with the threshold; "gate" (|a|). The others of the schema are not built yet.
+        indicator: whose magnitude is compared with the threshold: "gate" (a; CATS), "up" (u, computed for every neuron
+            and a only for the kept ones; M-CountDown) or "product" (a·u, both computed, only w_down_t's rows skipped;
+            D-CountDown). "up" and "product" have no compiled CPU kernel. "screen" is not built yet.
         input_threshold: not built yet.
         backend: "auto", "native" (compiled CPU kernels) or "reference". An explicit one never falls back.
 
@@ -168,7 +173,7 @@ def gated_mlp(
             )
         out = reference.differentiable(
             flat, w_gate, w_up, w_down_t, limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down, params,
-            activation,
+            activation, indicator,
         )  # fmt: skip
     else:
         out = OP(
@@ -262,8 +267,8 @@ def _check_float32(name: str, t: Tensor, shape: tuple[int, ...], letters: str, x
 def _check_unbuilt(indicator: str, input_threshold: Tensor | None) -> None:
     if indicator not in INDICATORS:
         raise ValueError(f"indicator is {indicator!r}, expected one of: {', '.join(INDICATORS)}")
-    if indicator != "gate":
-        raise ValueError(f"indicator is {indicator!r}, expected 'gate'; the others are not built yet")
+    if indicator == "screen":
+        raise ValueError("indicator is 'screen', expected gate, up or product; screen is not built yet")
     if input_threshold is not None:
         raise ValueError(f"input_threshold {_NOT_BUILT}")
 

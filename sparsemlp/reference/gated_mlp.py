@@ -26,21 +26,24 @@ def hidden(
     skipped_mean: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
+    indicator: str = "gate",
 ) -> tuple[Tensor, Tensor]:
     """h = C(φ(pre)) ⊙ up, rounded once to pre's dtype, and the mask of active entries, both (T, F).
 
-    A neuron is kept unless |a| < s·t (so a NaN is kept); active is kept and a ≠ 0, or just kept with `skipped_mean` μ,
-    where the kept entries are a·u − μ (the caller adds W_down μ). Inactive entries are 0 whatever `up` holds.
+    A neuron is kept unless |m| < s·t (so a NaN is kept), m being a, u or a·u by the indicator; active is kept and
+    a ≠ 0, or just kept with `skipped_mean` μ, where the kept entries are a·u − μ (the caller adds W_down μ). Inactive
+    entries are 0 whatever `up` holds.
     """
     p, u = _wide(pre), _wide(up)
     a = activations.apply(p, activation, activation_params)
+    m = {"gate": a, "up": u, "product": a * u}[indicator]
     limit = threshold.to(a.dtype)
     if token_scale is not None:
         scale = token_scale.to(a.dtype)[:, None]
         limit = torch.where(
             scale == 0, torch.zeros_like(scale), scale * limit
         )  # s = 0 is dense, even at t = inf
-    kept = ~(a.abs() < limit)
+    kept = ~(m.abs() < limit)
     if skipped_mean is not None:
         return torch.where(kept, a * u - skipped_mean.to(a.dtype), 0).to(pre.dtype), kept
     active = kept & (a != 0)
@@ -70,10 +73,13 @@ def _forward(
     b_up: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
+    indicator: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pre = F.linear(x, w_gate, b_gate)
     up = F.linear(x, w_up, b_up)
-    h, active = hidden(pre, up, threshold, token_scale, skipped_mean, activation_params, activation)
+    h, active = hidden(
+        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
+    )
     return h @ w_down_t, h, active
 
 
@@ -138,6 +144,7 @@ def gated_mlp(
         b_up,
         activation_params,
         activation,
+        indicator,
     )
     if on_cpu:
         out = _unread(out, h, active, w_down_t)
@@ -158,6 +165,7 @@ def differentiable(
     b_down: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
+    indicator: str,
 ) -> Tensor:
     """The same values by operations that autograd, `torch.func` and `torch.compile` see through.
 
@@ -175,5 +183,6 @@ def differentiable(
         b_up,
         activation_params,
         activation,
+        indicator,
     )
     return _add(out, b_down, skipped_out)

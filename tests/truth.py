@@ -1,0 +1,115 @@
+"""What a sample of `gated_mlp` should give, in float64, and how far from it a result may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparsemlp import activations
+from sparsemlp.testing import flip_budget, linear_error, threshold_band
+
+if TYPE_CHECKING:
+    from tests.cases import Sample
+
+
+class Truth:
+    """What a sample's output is, in float64 and written independently of the package's reference.
+
+    Attributes: `pre`, `act`, `up` (T, F); `kept`, `active` (T, F) bool; `out` (T, D).
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        def wide(name: str) -> Tensor | None:
+            value = sample.options.get(name)
+            return None if value is None else value.double()
+
+        self.sample = sample
+        d = sample.x.shape[-1]
+        self.x = (
+            sample.x.double().reshape(-1, d)
+            if d
+            else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
+        )
+        self.pre = F.linear(self.x, sample.w_gate.double(), wide("b_gate"))
+        self.up = F.linear(self.x, sample.w_up.double(), wide("b_up"))
+        params = wide("activation_params")
+        self.phi = lambda p: activations.apply(p, sample.activation, params)
+        self.act = self.phi(self.pre)
+        self.m = {"gate": self.act, "up": self.up, "product": self.act * self.up}[sample.indicator]
+        self.mean = wide("skipped_mean")
+        scale = wide("token_scale")
+        limit = sample.threshold.double().expand(self.act.shape)
+        if scale is not None:
+            column = scale.reshape(-1, 1)
+            limit = torch.where(column == 0, 0.0, column * limit)
+        self.limit = limit
+        self.kept = ~(self.m.abs() < limit)
+        self.active = self.kept if self.mean is not None else self.kept & (self.act != 0)
+        self.hidden = torch.where(
+            self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0
+        )
+        down = torch.where(self.active.any(0)[:, None], sample.w_down_t.double(), 0.0)
+        self.out = self.hidden @ down
+        for name in ("b_down", "skipped_out"):
+            value = wide(name)
+            if name == "skipped_out" and value is None and self.mean is not None:
+                value = self.mean @ sample.w_down_t.double()
+            if value is not None:
+                self.out = self.out + value
+
+    def peers(self, count: int | None = None) -> list[Tensor]:
+        """The masked MLP by plain PyTorch operations in the sample's dtype, in several orders of summation.
+
+        Of few outputs more orders: the largest error of one or two numbers may by luck be next to nothing.
+        """
+        if count is None:
+            count = 3 if self.out.numel() >= 64 else 12
+        s, dtype = self.sample, self.sample.x.dtype
+        g = torch.Generator().manual_seed(0)
+        out = []
+        for _ in range(count):
+            d, f = (
+                torch.randperm(s.w_gate.shape[1], generator=g),
+                torch.randperm(s.w_gate.shape[0], generator=g),
+            )
+            x = self.x.to(dtype)[:, d]
+
+            def bias(name: str, order: Tensor | None) -> Tensor | None:
+                value = self.sample.options.get(name)
+                return value if value is None or order is None else value[order]
+
+            pre = F.linear(x, s.w_gate[f][:, d], bias("b_gate", f))
+            up = F.linear(x, s.w_up[f][:, d], bias("b_up", f))
+            act = activations.apply(pre, s.activation, s.options.get("activation_params"))
+            product = act * up if self.mean is None else act * up - self.mean.to(dtype)[f]
+            hidden = torch.where(self.active[:, f], product, 0)
+            down = torch.where(self.active.any(0)[:, None], s.w_down_t, 0)[f]
+            result = F.linear(hidden, down.t(), bias("b_down", None))
+            if self.mean is not None:
+                shift = s.options.get("skipped_out")
+                result = result + (self.mean.to(dtype) @ s.w_down_t if shift is None else shift.to(dtype))
+            out.append(result)
+        return out
+
+    def flips(self, decided_from: torch.dtype) -> Tensor:
+        """What entries at the threshold may add to the output's error, (T, D)."""
+        s = self.sample
+        error = linear_error(self.x, s.w_gate, s.options.get("b_gate"), decided_from=decided_from)
+        band = self._band(
+            error, linear_error(self.x, s.w_up, s.options.get("b_up"), decided_from=decided_from)
+        )
+        around = torch.stack([self.phi(self.pre + k * error).abs() for k in (-1, 0, 1)]).amax(0)
+        most = around * self.up.abs() + (0 if self.mean is None else self.mean.abs())
+        return flip_budget(band, most, s.w_down_t)
+
+    def _band(self, pre_error: Tensor, up_error: Tensor) -> Tensor:
+        if self.sample.indicator == "gate":
+            return threshold_band(self.phi, self.pre, pre_error, self.limit)
+        zero = threshold_band(self.phi, self.pre, pre_error, torch.zeros_like(self.limit))  # a ≠ 0
+        if self.sample.indicator == "up":
+            return zero | threshold_band(lambda u: u, self.up, up_error, self.limit)
+        both = (self.pre, self.up), (pre_error, up_error)
+        return zero | threshold_band(lambda p, u: self.phi(p) * u, *both, self.limit)
