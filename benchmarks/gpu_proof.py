@@ -53,7 +53,7 @@ INTENDED = {
     "gated_mlp_fwd_compact": 8,
     "gated_mlp_fwd_up_tiles": 2,
     "gated_mlp_fwd_down_tiles": 1,
-    "activation_fwd": 8,
+    "activation_fwd": 6,
     "activation_bwd": 8,
 }
 """Programs that a multiprocessor must hold at once in the default configuration, at least; see `intended`."""
