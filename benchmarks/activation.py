@@ -62,8 +62,14 @@ def measure(name: str, dtype: torch.dtype, shape: tuple[int, ...], rounds: int, 
     grad = torch.randn(shape, device=device).to(dtype)
     functions = peers(name, device, compiled)
     for what, run in (("forward", _forward), ("forward + backward", _both)):
+        calls = max(1, round(2e7 / max(p.numel(), 1)))  # a sample of some milliseconds
+
+        def sweep(f: Callable[[Tensor], Tensor], run: Callable[..., None], calls: int) -> None:
+            for _ in range(calls):
+                run(f, p, grad)
+
         timed = [
-            Timed(label, lambda: (p, grad), lambda both, f=f, run=run: run(f, *both), 1)  # type: ignore[misc]
+            Timed(label, lambda: None, lambda _, f=f, run=run, n=calls: sweep(f, run, n), calls)  # type: ignore[misc]
             for label, f in functions.items()
         ]
         samples = interleave(timed, rounds)
@@ -86,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
     parser.add_argument(
-        "--no-gate", action="store_true", help="do not run the tests first; nothing to be quoted"
+        "--no-gate", action="store_true", help="do not run the tests first (minutes); nothing to be quoted"
     )
     arguments = parser.parse_args()
     if not arguments.no_gate:

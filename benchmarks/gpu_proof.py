@@ -377,10 +377,11 @@ def main() -> int:
     if arguments.write:
         write_table(found, triton.__version__)
     before = read_table()[1] if TABLE.is_file() else {}
-    for row in found:
-        if arguments.full or before.get(row.key) != row:
-            print(*asdict(row).values(), sep="  ")
-    print(f"{len(found)} kernels compiled with Triton {triton.__version__}")
+    changed = [row for row in found if arguments.full or before.get(row.key) != row]
+    for row in changed:
+        print(*asdict(row).values(), sep="  ")
+    what = "all listed above" if arguments.full else f"{len(changed)} not as in {TABLE.relative_to(ROOT)}"
+    print(f"{len(found)} kernels compiled with Triton {triton.__version__}: {what}")
     return 0
 
 

@@ -80,6 +80,8 @@ def backend(op: str, x: torch.Tensor) -> tuple[str, str]:
     contract = importlib.import_module(f"sparsemlp.ops.{op}").OP
     reasons: list[str] = []
     for candidate in contract.backends:
+        if x.device.type in candidate.unasked:
+            continue
         reason = candidate.why_not((x,))
         if reason is None:
             return candidate.name, "; ".join(reasons)

@@ -7,6 +7,7 @@ Face models.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from sparsemlp._op import BackendUnavailableError
@@ -21,7 +22,9 @@ __all__ = ["BackendUnavailableError", "Plan", "__version__", "activation", "cali
 
 
 def __getattr__(name: str) -> Any:
-    """Calibration is imported on first use: inference needs none of it."""
+    """What inference does not need is imported on first use."""
+    if name in ("functional", "nn"):
+        return importlib.import_module(f"sparsemlp.{name}")
     if name in ("Plan", "calibrate"):
         from sparsemlp import calibration
 

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 
+import torch
 from torch import Tensor
 
 __all__ = ["DEVICES", "cpu_only_interpreted", "interpreting", "problem"]
@@ -14,14 +15,25 @@ DEVICES = ("cuda", "cpu")
 """CPU tensors: only in Triton's interpreter, which is for tests."""
 
 
-@functools.cache
 def problem() -> str | None:
-    """Why no Triton kernel can be defined here, as a sentence, or None."""
+    """Why no Triton kernel can run here, as a sentence, or None."""
+    return _not_installed() or (None if interpreting() else _no_gpu())
+
+
+@functools.cache
+def _not_installed() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return (
             "Triton is not installed; CUDA and ROCm builds of PyTorch bring it, elsewhere: pip install triton"
         )
     return None
+
+
+@functools.cache
+def _no_gpu() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    return "no GPU is visible to PyTorch (CPU tensors: only in Triton's interpreter, TRITON_INTERPRET=1)"
 
 
 def interpreting() -> bool:

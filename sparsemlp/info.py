@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import sparsemlp
-from sparsemlp import _env, _native, ops
+from sparsemlp import _env, _native, _triton, ops
 from sparsemlp._op import Op
 
 __all__ = ["machine", "main", "notices", "operators", "report"]
@@ -138,7 +138,9 @@ def _operator_lines() -> Iterator[str]:
         yield f"  {op.name}"
         for backend in op.backends:
             reason = backend.machine()
-            where = " and ".join(backend.devices)
+            where = " and ".join(
+                d for d in backend.devices if d not in backend.unasked or _triton.interpreting()
+            )
             yield f"    {backend.name:<11}{f'available on {where}' if reason is None else f'not available: {reason}'}"
         yield f"    {'reference':<11}available on every device (plain PyTorch)"
 

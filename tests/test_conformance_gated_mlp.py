@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from sparsemlp import activations
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import BUILT, backends, decided_from
+from tests.blocks import small_blocks
 from tests.cases import CASES, DTYPES, Case, Sample, Truth, build
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", backends(OP))
@@ -31,7 +31,7 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
             sample.run(sparsemlp.gated_mlp, backend=backend)
         return truth.out
     if out is None:
-        with _blocks(sample, backend):
+        with small_blocks(sample, backend):
             out = sample.run(sparsemlp.gated_mlp, backend=backend)
         assert out.shape == sample.x.shape
         assert out.dtype == sample.x.dtype
@@ -40,20 +40,6 @@ def check(sample: Sample, backend: str, out: torch.Tensor | None = None) -> torc
     flips = truth.flips(decided_from(backend, truth.x.shape[0], out.dtype))
     assert_within_budget(out, truth.peers(), truth.out, flips=flips)
     return out
-
-
-def _blocks(sample: Sample, backend: str) -> contextlib.AbstractContextManager[None]:
-    """Blocks of a GPU kernel that make several of everything (tiles of D, segments in a split) out of small sizes.
-
-    Where F is large, larger ones: Triton's interpreter runs programs one by one and would take half a minute.
-    """
-    if backend != "triton":
-        return contextlib.nullcontext()
-    from sparsemlp.kernels import _configs
-
-    large = sample.w_gate.shape[0] >= 1000
-    config = {"splits": 3, "block_f": 16, "block_i": 16, "block_d": 64, "down_block_d": 64}
-    return _configs.use("gated_mlp", {**config, "block_f": 256, "block_i": 64} if large else config)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def _fake(x: Tensor, *args: object) -> Tensor:
 
 
 def _native_call(x: Tensor, *args: object) -> str | None:
-    if args[-1] != "gate":
+    if args and args[-1] != "gate":
         return f"computes indicator 'gate', the call has {args[-1]!r}"
     return _reasons.dtype_not_in(x, _NATIVE_DTYPES)
 
