@@ -8,6 +8,7 @@ something of everything early. `checks` runs `benchmarks.gpu_checks`. Exit code 
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -93,7 +94,9 @@ def _conformance(where: Device, args: argparse.Namespace, deadline: Deadline) ->
     for line in failures[:_SHOWN]:
         print(f"FAILED {line}")
     left = cases - passed - len(failures)
-    print(f"conformance: {passed} passed, {len(failures)} failed, {left} not run (of {cases}), in {parts} processes")
+    print(
+        f"conformance: {passed} passed, {len(failures)} failed, {left} not run (of {cases}), in {parts} processes"
+    )
     return 1 if failures or not passed else 0
 
 
@@ -115,7 +118,9 @@ def _checks(where: Device, args: argparse.Namespace, deadline: Deadline) -> int:
         print(f"{name}: {results[name]}", flush=True)
         _write(args.out / "checks.json", {"status": where.status, **results})
     _write(args.out / "checks.json", {"status": where.status, **results})
-    return 1 if any(text.startswith("FAILED") for text in results.values()) else 0
+    kinds = collections.Counter(text.partition(":")[0] for text in results.values())
+    print("checks: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+    return 1 if kinds["FAILED"] or not kinds["passed"] else 0
 
 
 def main(argv: list[str] | None = None) -> int:

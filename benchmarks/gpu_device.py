@@ -258,7 +258,10 @@ def options(doc: str | None) -> argparse.ArgumentParser:
 def start(arguments: argparse.Namespace) -> tuple[Device, Deadline]:
     """What every stage does first."""
     deadline = Deadline(arguments.seconds)
-    where = device(arguments.dry)
+    try:
+        where = device(arguments.dry)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     if arguments.dry:
         torch.set_num_threads(1)  # tiny sizes; threads would wait for one another
     if arguments.configs is not None:

@@ -42,13 +42,14 @@ def _version(package: str) -> str:
 
 def facts(where: Device) -> dict[str, object]:
     """Everything that numbers depend on besides the code."""
+    nominal = where.datasheet_bytes_per_second()
     found: dict[str, object] = {
         "status": where.status,
         "gpu": where.name,
         "driver, clocks, power": _driver(),
         "l2_bytes": where.l2_bytes(),
         "free_bytes": where.free_bytes(),
-        "datasheet_gb_per_s": (where.datasheet_bytes_per_second() or 0) / 1e9,
+        "datasheet_gb_per_s": "unknown" if nominal is None else nominal / 1e9,
         "read_gb_per_s": read_bytes_per_second(where) / 1e9,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

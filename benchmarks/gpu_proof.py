@@ -31,9 +31,17 @@ if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
 
 __all__ = [
-    "DEFAULT", "DTYPES", "FAMILIES", "INTENDED", "PLANS", "TABLE", "Case", "Row",
-    "compile_all", "full", "intended", "read_table", "rows", "streams",
-]  # fmt: skip
+    "DEFAULT",
+    "DTYPES",
+    "TABLE",
+    "Case",
+    "Row",
+    "compile_all",
+    "full",
+    "intended",
+    "read_table",
+    "streams",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "compile_table.csv"
@@ -47,6 +55,7 @@ ODD = 577, 1537
 INTENDED = {
     "gated_mlp_fwd_select": 2,
     "gated_mlp_fwd_down": 3,
+    "gated_mlp_fwd_sum": 3,
     "gated_mlp_fwd_hidden": 8,
     "gated_mlp_fwd_repair": 3,
     "gated_mlp_fwd_tiles": 8,
@@ -59,7 +68,7 @@ INTENDED = {
 """Programs that a multiprocessor must hold at once in the default configuration, at least; see `intended`."""
 
 _WEIGHTS = ("w_gate", "w_up", "w_down_t")
-_STREAMS = ("p", "grad", "pre", "up")
+_STREAMS = ("p", "grad", "pre", "up", "partial")
 """What is read most where a kernel reads no weights."""
 
 
@@ -167,6 +176,13 @@ def _decode(case: Case) -> list[Launch]:
     return gated_mlp.decode(**_arguments(case))[1]
 
 
+def _sum(case: Case) -> list[Launch]:
+    from sparsemlp.kernels import _configs, gated_mlp
+
+    with _configs.use("gated_mlp", {"last_sums": False}):
+        return gated_mlp.decode(**_arguments(case))[1][2:]
+
+
 def _prefill(case: Case, part: str) -> list[Launch]:
     from sparsemlp.kernels import _configs, gated_mlp_tiles
     from sparsemlp.kernels import gated_mlp_prefill as prefill
@@ -204,6 +220,7 @@ def _activation(case: Case, part: str) -> list[Launch]:
 
 PLANS: dict[str, Callable[[Case], list[Launch]]] = {
     "gated_mlp decode": _decode,
+    "gated_mlp sum": _sum,
     "gated_mlp hidden": lambda case: _prefill(case, "hidden"),
     "gated_mlp repair": lambda case: _prefill(case, "repair"),
     "gated_mlp tiles": lambda case: _prefill(case, "tiles"),
@@ -211,7 +228,7 @@ PLANS: dict[str, Callable[[Case], list[Launch]]] = {
     "activation counted": lambda case: _activation(case, "counted"),
     "activation backward": lambda case: _activation(case, "backward"),
 }
-"""A case's launches, by the name of what it calls."""
+"""A case's launches, by name."""
 
 
 def _cases(plan: str, dtypes: Iterable[str], names: Iterable[str], **sizes: Any) -> tuple[Case, ...]:
@@ -222,10 +239,12 @@ DEFAULT: tuple[Case, ...] = (
     *_cases("gated_mlp decode", DTYPES, FAMILIES),
     *_cases("gated_mlp decode", ("bf16", "fp32"), ("silu",), tokens=8),
     *_cases("gated_mlp decode", ("fp16",), ("silu",), tokens=16),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("up",)),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("product",)),
     *_cases("gated_mlp hidden", ("bf16",), FAMILIES, tokens=512),
-    *_cases("gated_mlp hidden", ("fp32",), ("silu",), tokens=512),
+    *_cases("gated_mlp sum", ("bf16",), ("silu",), tokens=8),
     *_cases("gated_mlp repair", ("bf16",), ("silu",), tokens=512),
-    *_cases("gated_mlp tiles", ("bf16", "fp32"), ("silu",), tokens=512),
+    *_cases("gated_mlp tiles", ("bf16",), ("silu",), tokens=512),
     *_cases("activation forward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation backward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation counted", ("bf16",), ("jsrelu",), tokens=512),
@@ -243,18 +262,21 @@ def full() -> Iterator[Case]:
     yield from _cases("activation counted", DTYPES, names, tokens=512)
     for tokens in (1, 2, 4, 5, 16):
         yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=OPTIONS)
+    for plan in ("gated_mlp hidden", "gated_mlp tiles"):
+        yield Case(plan, "fp32", "silu", 512)
+    for tokens in (1, 8):
+        yield from _cases("gated_mlp sum", DTYPES, ("silu",), tokens=tokens, options=OPTIONS)
     for tokens, option in itertools.product((1, 8), OPTIONS):
         yield Case("gated_mlp decode", "bf16", "silu", tokens, options=(option,))
-    for indicator, tokens in itertools.product(("up", "product"), (1, 8)):
-        yield from _cases(
-            "gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=(*OPTIONS, indicator)
-        )
-        yield from _cases(
-            "gated_mlp hidden", ("bf16",), ("weird",), tokens=512, options=(*OPTIONS, indicator)
-        )
-        yield from _cases(
-            "gated_mlp repair", ("bf16",), ("weird",), tokens=512, options=(*OPTIONS, indicator)
-        )
+    plans = (
+        ("decode", DTYPES, 1),
+        ("decode", DTYPES, 8),
+        ("hidden", ("bf16",), 512),
+        ("repair", ("bf16",), 512),
+    )
+    for indicator, (plan, dtypes, tokens) in itertools.product(("up", "product"), plans):
+        options = (*OPTIONS, indicator)
+        yield from _cases(f"gated_mlp {plan}", dtypes, ("weird",), tokens=tokens, options=options)
     for plan in ("gated_mlp hidden", "gated_mlp repair", "gated_mlp tiles"):
         yield from _cases(plan, DTYPES, ("weird",), tokens=512, options=OPTIONS)
     for tokens, dtype in itertools.product((1, 8), DTYPES):
@@ -378,9 +400,8 @@ def main() -> int:
         write_table(found, triton.__version__)
     before = read_table()[1] if TABLE.is_file() else {}
     changed = [row for row in found if arguments.full or before.get(row.key) != row]
-    for row in changed:
-        print(*asdict(row).values(), sep="  ")
-    what = "all listed above" if arguments.full else f"{len(changed)} not as in {TABLE.relative_to(ROOT)}"
+    print(*("  ".join(map(str, asdict(row).values())) for row in changed), sep="\n")
+    what = "all listed" if arguments.full else f"{len(changed)} not as in {TABLE.relative_to(ROOT)}"
     print(f"{len(found)} kernels compiled with Triton {triton.__version__}: {what}")
     return 0
 

@@ -215,10 +215,9 @@ def summary(folder: Path) -> str:
     lines += _aims([row for row in rows if row.status == "measured"])
     stages = folder / "stages.json"
     if stages.exists():
-        lines += [
-            f"{s['outcome']:<8} {s['name']:<16} {s['seconds']:6.1f} s  {s['sentence']}"
-            for s in json.loads(stages.read_text())
-        ]
+        for s in json.loads(stages.read_text()):
+            sentence = f"ok ({s['sentence']})" if s["outcome"] == "ok" and s["sentence"] else s["sentence"]
+            lines.append(f"{s['outcome']:<8} {s['name']:<19} {s['seconds']:6.1f} s  {sentence}")
     if any(row.status != "measured" for row in rows):
         lines.append(f"NOTE: {next(row.status for row in rows if row.status != 'measured')}")
     return "\n".join(lines)

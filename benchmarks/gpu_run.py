@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFORMANCE = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_conformance_*.py")}
 _KEPT = 12.0
 """Seconds kept for the table at the end."""
+_RESULTS = ("log.txt", "stages.json", "machine.json", "conformance.json", "checks.json", "configs", "*.csv")
+"""What a run leaves in its folder: another one must not be mixed with it."""
 _GRACE = 12.0
 """What a stage may take beyond its own deadline: it finishes the case it is in."""
 
@@ -151,7 +154,10 @@ class Run:
         self.child: subprocess.Popen[str] | None = None
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError:  # who read it is gone; the log is not
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         self.log.write(line + "\n")
         self.log.flush()
 
@@ -208,7 +214,9 @@ class Run:
         timer.cancel()
         last = next((line for line in reversed(lines) if line), "")[:160]
         outcome = "ok" if code == 0 else "FAILED" if in_time else "stopped"
-        sentence = "" if code == 0 else f"exit code {code}: {last}" if in_time else f"after {limit:.0f} s"
+        sentence = f"exit code {code}: {last}" if in_time else f"after {limit:.0f} s"
+        if code == 0:
+            sentence = "".join(re.findall(r"\d+ skipped", last)) if stage.name == "pytest" else ""
         self._record(Outcome(stage.name, outcome, round(time.monotonic() - begin, 1), sentence))
 
     def skip(self, stage: Stage, why: str) -> None:
@@ -254,48 +262,97 @@ def _terminated(number: int, frame: object) -> None:
     raise KeyboardInterrupt(f"signal {number}")
 
 
+def _on_signals(do: Callable[[int, object], None] | signal.Handlers) -> None:
+    """Where a signal is ignored, as under nohup, it stays so."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, do)
+
+
+def _problem(out: Path) -> str:
+    """Why results cannot be written there, or ""; makes the folder."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(found for name in _RESULTS for found in out.glob(name)):
+            return (
+                f"OUT is {out}, which has results of another run, expected a new folder; choose another one"
+            )
+        (out / "log.txt").touch()
+    except OSError as error:
+        return f"OUT is {out}, expected a folder that can be written ({error.strerror}); choose another one"
+    return ""
+
+
+def _chosen(planned: list[Stage], only: str | None) -> tuple[list[Stage], str]:
+    """The stages asked for, and what is wrong with the request."""
+    if only is None:
+        return planned, ""
+    names = only.split(",")
+    unknown = [n for n in names if not n or not any(stage.name.startswith(n) for stage in planned)]
+    if unknown:
+        known = ", ".join(repr(stage.name) for stage in planned)
+        return [], f"--only has {', '.join(map(repr, unknown))}, expected the first words of some of: {known}"
+    return [stage for stage in planned if any(stage.name.startswith(n) for n in names)], ""
+
+
+def _run(run: Run, chosen: list[Stage]) -> int:
+    """Runs the stages, prints the table, and returns the exit code."""
+    ended = False
+    try:
+        for stage in chosen:
+            reason = _why_not(stage)
+            if reason:
+                run.skip(stage, reason)
+                continue
+            run.stage(stage)
+            if stage.name == "machine" and run.outcomes[-1].outcome != "ok":
+                break  # no kernel can be launched: machine.json and the log say why
+    except KeyboardInterrupt:
+        ended = True
+        _on_signals(signal.SIG_IGN)  # the table comes in any case
+        run.stop()
+        run.say("\nended from outside")
+        for stage in chosen[len(run.outcomes) :]:
+            run.skip(stage, "ended from outside")
+    finally:
+        run.stop()
+        run.table()
+    fine = {o.name for o in run.outcomes if o.outcome == "ok"}
+    if any(stage.must and stage.name not in fine for stage in chosen):
+        return 1
+    own_end = {stage.name for stage in chosen if stage.timed}  # the others end when the time does
+    bad = [o for o in run.outcomes if o.outcome == "FAILED" or (o.outcome == "stopped" and o.name in own_end)]
+    return 3 if bad or ended or not run.outcomes else 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs all stages; 0: all is well, 1: a stage that must be right failed, 3: another one did."""
+    """Runs all stages.
+
+    Returns:
+        0: all is well, 1: a stage that must be right failed or did not run, 2: an argument is wrong, 3: another stage
+        failed, or the run was ended from outside.
+    """
     parser = argparse.ArgumentParser(prog="gpu_run.sh", description="See the head of benchmarks/gpu_run.sh.")
-    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("out", type=Path, help="folder of the results, new or without any")
     parser.add_argument(
         "--dry", action="store_true", help="on the CPU, in Triton's interpreter: no measurement"
     )
     parser.add_argument("--budget", type=float, default=470.0, help="seconds for everything")
     parser.add_argument("--only", help="stages to run, separated by commas, by their first words")
     args = parser.parse_args(argv)
+    if not 0 < args.budget < 1e6:
+        parser.exit(2, f"--budget is {args.budget:g}, expected seconds above 0; BUDGET=470 is the default\n")
     problem = _missing()
     if problem:
         parser.exit(1, problem + "\n")
-    out: Path = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, _terminated)
+    out: Path = args.out.absolute()
+    chosen, problem = _chosen(stages(out, args.dry), args.only)
+    problem = problem or _problem(out)
+    if problem:
+        parser.exit(2, problem + "\n")
+    _on_signals(_terminated)
     with _work_folder() as work:
-        run = Run(out, work, args.budget, args.dry)
-        planned = stages(out, args.dry)
-        try:
-            for stage in planned:
-                reason = _why_not(stage)
-                if args.only and not any(stage.name.startswith(name) for name in args.only.split(",")):
-                    continue
-                if reason:
-                    run.skip(stage, reason)
-                    continue
-                run.stage(stage)
-                if stage.name == "machine" and run.outcomes[-1].outcome != "ok":
-                    break  # no kernel can be launched: machine.json and the log say why
-        except KeyboardInterrupt:
-            run.say("\nended from outside")
-            run.stop()
-        finally:
-            run.stop()
-            run.table()
-        musts = {stage.name for stage in planned if stage.must}
-        own_end = {stage.name for stage in planned if stage.timed}  # the others end when the time does
-        bad = [
-            o for o in run.outcomes if o.outcome == "FAILED" or (o.outcome == "stopped" and o.name in own_end)
-        ]
-        return 1 if any(o.name in musts for o in bad) else 3 if bad or len(run.outcomes) == 0 else 0
+        return _run(Run(out, work, args.budget, args.dry), chosen)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything there is to find out on a machine with a GPU, in one command and under eight minutes, without internet:
 #
-#     bash benchmarks/gpu_run.sh OUT          conformance, graphs and streams, tuning, benchmarks; results into OUT
+#     bash benchmarks/gpu_run.sh OUT          conformance, graphs and streams, tuning, benchmarks; results into a new OUT
 #     bash benchmarks/gpu_run.sh --dry OUT    the same code on the CPU in Triton's interpreter, tiny sizes: no measurement
 #
 # PYTHON: the interpreter with PyTorch and Triton (default: .venv/bin/python where it exists, else python3).

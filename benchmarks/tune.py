@@ -206,7 +206,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Tunes every operator asked for; operators share the time by their weights."""
     args = _arguments(argv)
-    where, deadline = device(args.dry), Deadline(args.seconds)
+    try:
+        where, deadline = device(args.dry), Deadline(args.seconds)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     if where.dry:
         torch.set_num_threads(1)
     pools: list[Precompiler] = []

@@ -1,6 +1,6 @@
 """What can be tuned: for every operator the values of its configuration that are worth a try.
 
-A new operator is one entry in `SPACES` and one trial in `benchmarks/tune.py`.
+A new operator is one entry in `SPACES` and one trial in `benchmarks/tune_trials.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from sparsemlp.kernels import activation, gated_mlp, gated_mlp_prefill
 __all__ = ["DTYPES", "SPACES", "Space", "candidates", "fits", "neighbors"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_DOT = 16
+"""A side of `tl.dot` is at least this long."""
 
 Config = dict[str, Any]
 Key = Mapping[str, Any]
@@ -57,9 +60,14 @@ def _decode_effective(key: Key, config: Config) -> Config:
 
 
 def _decode_fits(key: Key, config: Config) -> bool:
-    """Tiles that do not overflow a warp's registers by far, and hold something for every thread."""
-    if config["dot_from"] and min(config["block_i"], config["block_f"]) < 16:
-        return False  # a side of tl.dot is at least 16
+    """Tiles that do not overflow a warp's registers by far, and hold something for every thread.
+
+    A key's entry is the nearest one for other numbers of tokens too: what these multiply by `tl.dot` counts as well.
+    """
+    dots_near = key["dtype"] != "fp32" and config["dot_from"] <= gated_mlp.DECODE_TOKENS
+    config = _decode_effective(key, config)
+    if (config["dot_from"] and config["block_f"] < _DOT) or (dots_near and config["block_i"] < _DOT):
+        return False
     tiles = (
         (config["block_f"], config["block_d"], config["select_warps"]),
         (config["block_i"], config["down_block_d"], config["down_warps"]),
@@ -110,7 +118,7 @@ SPACES: dict[str, Space] = {
 def fits(op: str, key: Key, config: Config) -> bool:
     """Whether a configuration is worth compiling for a key; the default always is."""
     space = SPACES[op]
-    return config == space.default(key) or space.fits(key, space.effective(key, config))
+    return config == space.default(key) or space.fits(key, config)
 
 
 def neighbors(op: str, key: Key, center: Config) -> list[Config]:

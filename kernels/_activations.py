@@ -82,7 +82,7 @@ def _fatrelu(p, tau, b, c):
 
 @triton.jit
 def _d_fatrelu(p, tau, b, c):
-    return tl.where(p <= tau, 0.0, tl.where(p > tau, 1.0, p))
+    return tl.where(p <= tau, 0.0, tl.where(p == p, 1.0, p))
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 A file is written by `benchmarks/tune.py` and holds, for one GPU, entries of a key (sizes and dtype), the fastest
 configuration found for it and its time. A call takes the entry of its dtype that is nearest in the logarithm of the
-sizes. Nothing is tuned inside a call, and a file written by hand costs at most a warning: what is not usable in it is
-as if it were not there.
+sizes. Nothing is tuned inside a call. What cannot be read in a file, or lies outside the limits below, costs one
+warning and is as if it were not there. Values inside the limits are taken as they are: where a GPU cannot launch them
+(together they need more shared memory than it has, say), Triton's error is the caller's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import json
 import math
 import re
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,8 +34,14 @@ Key = Mapping[str, "int | str"]
 
 _FAR = 8.0
 """Nearer than this in the sum of log₂ ratios, or the default is used: a shape 256 times as big is another problem."""
-_MOST = {"warps": 32, "stages": 16}
-_LARGEST = 2**20
+_MOST_SIZE = 2**62
+_MOST_BLOCK = 8192
+_MOST = {"warps": 16, "stages": 8, "counted_blocks": 1024}
+"""By the whole name or its last word. Sixteen warps are 1024 threads on AMD, as many as a program can have."""
+_MOST_OTHER = 65535
+"""`splits` for example: the programs of a grid in its second dimension."""
+_LEAST_DOT = 16
+"""Sides of `tl.dot`: `block_d`, `down_block_d` and tiles."""
 _REMEMBERED = 4096
 
 _folder = FOLDER
@@ -70,7 +78,7 @@ def _is_key(key: Any) -> bool:
     return (
         isinstance(key, dict)
         and isinstance(key.get("dtype"), str)
-        and all(type(v) is int and v >= 0 for k, v in key.items() if k != "dtype")
+        and all(type(v) is int and 0 <= v < _MOST_SIZE for k, v in key.items() if k != "dtype")
     )
 
 
@@ -93,7 +101,7 @@ def _entries(op: str, gpu: str) -> tuple[tuple[Key, Config], ...]:
     if len(good) < len(pairs):
         warnings.warn(
             f"{file}: {len(pairs) - len(good)} of {len(pairs)} entries are left out, whose key is not sizes (whole "
-            "numbers) and a dtype, or whose config is no object; correct or delete them",
+            "numbers below 2**62) and a dtype, or whose config is no object; correct or delete them",
             stacklevel=2,
         )
     return good
@@ -106,17 +114,25 @@ def _distance(key: Key, other: Key) -> float:
     return sum(abs(math.log2(max(int(a), 1) / max(int(b), 1))) for a, b in sizes)
 
 
+def _limits(name: str) -> tuple[int, int, bool]:
+    """The least and the most that a whole number may be, and whether it must be a power of two."""
+    kind = name.rpartition("_")[2]
+    for known in (name, kind):
+        if known in _MOST:
+            return 1, _MOST[known], kind != "stages"
+    if name in ("block_d", "down_block_d") or name.startswith("tile_"):
+        return _LEAST_DOT, _MOST_BLOCK, True
+    return (1, _MOST_BLOCK, True) if "block" in name else (1, _MOST_OTHER, False)
+
+
 def _usable(name: str, value: Any, default: Any) -> bool:
-    """Whether a launch can take the value: the default's type, and inside what any kernel can be launched with."""
+    """Whether a value has the default's type and is within the limits of its name."""
     if type(default) is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and -_MOST_SIZE < value < _MOST_SIZE
     if type(default) is not int:
         return type(value) is type(default)
-    if type(value) is not int or not 1 <= value <= _LARGEST:
-        return False
-    kind = name.rpartition("_")[2]
-    power = "block" in name or "tile" in name or kind == "warps"
-    return value <= _MOST.get(kind, _LARGEST) and not (power and kind != "stages" and value & (value - 1))
+    least, most, power = _limits(name)
+    return type(value) is int and least <= value <= most and not (power and value & (value - 1))
 
 
 def _nearest(op: str, gpu: str, key: Key, default: Config) -> Config:
@@ -130,8 +146,8 @@ def _nearest(op: str, gpu: str, key: Key, default: Config) -> Config:
     bad = [name for name, value in known.items() if not _usable(name, value, default[name])]
     if bad:
         warnings.warn(
-            f"{path(op, gpu)}: {', '.join(f'{name} = {known[name]!r}' for name in bad)} cannot be launched; the "
-            f"default is used instead; run `python -m benchmarks.tune --op {op}` for this GPU",
+            f"{path(op, gpu)}: {', '.join(f'{name} = {reprlib.repr(known[name])}' for name in bad)} cannot be "
+            f"launched; the default is used instead; run `python -m benchmarks.tune --op {op}` for this GPU",
             stacklevel=2,
         )
     return {**default, **{name: value for name, value in known.items() if name not in bad}}

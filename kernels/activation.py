@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemlp import activations
-from sparsemlp._layout import dense, laid_out_like
+from sparsemlp._layout import dense, float32_run, laid_out_like
 from sparsemlp.kernels import _activations, _configs
 from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run
+from sparsemlp.reference.activation import check, check_bwd
 
 __all__ = ["DEFAULT", "backward", "backward_launches", "counted", "forward", "forward_launches"]
 
@@ -122,20 +123,18 @@ def backward_launches(
     return out, [launch]
 
 
-def _float32(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.float().contiguous()
-
-
 def forward(p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """The operator's arguments in order."""
-    out, _, launches = forward_launches(dense(p), _float32(params), name, counts=False)
+    check(p, params, name)
+    out, _, launches = forward_launches(dense(p), float32_run(params), name, counts=False)
     run(launches)
     return out
 
 
 def counted(p: Tensor, params: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """The same, and the counts."""
-    out, counts, launches = forward_launches(dense(p), _float32(params), name, counts=True)
+    check(p, params, name)
+    out, counts, launches = forward_launches(dense(p), float32_run(params), name, counts=True)
     run(launches)
     assert counts is not None
     return out, counts
@@ -143,7 +142,8 @@ def counted(p: Tensor, params: Tensor | None, name: str) -> tuple[Tensor, Tensor
 
 def backward(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """The backward operator's arguments in order."""
+    check_bwd(grad, p, params, name)
     p = dense(p)
-    out, launches = backward_launches(laid_out_like(grad, p), p, _float32(params), name)
+    out, launches = backward_launches(laid_out_like(grad, p), p, float32_run(params), name)
     run(launches)
     return out

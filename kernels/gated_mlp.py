@@ -4,9 +4,7 @@
    wants a neuron its up row, and no other (by the indicator "up" the other way round, by "product" all of both); then
    the block's active neurons (index, tokens that want it as bits, hidden values) are written to the block's segment of
    a list, and their number beside it.
-2. `_gated_mlp_fwd_down_kernel`: programs are (columns of D) × (splits of the list). Each walks its segments, adds the
-   down rows of the neurons in them, and stores a partial sum; the last one of a column block adds the partial sums in
-   order of the splits, so that results repeat bit for bit.
+2. `_gated_mlp_fwd_down_kernel` (`_gated_mlp_down`): down rows of the neurons in the list, in a fixed order.
 
 Many tokens: `kernels.gated_mlp_prefill`.
 """
@@ -20,15 +18,14 @@ from torch import Tensor
 
 from sparsemlp import activations
 from sparsemlp.kernels import _activations, _configs, gated_mlp_prefill
+from sparsemlp.kernels._gated_mlp_down import _gated_mlp_fwd_down_kernel, _gated_mlp_fwd_sum_kernel
 from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run, upcast_dot
-from sparsemlp.kernels._tiles import dot, kept_mask, limits, rows_dot
+from sparsemlp.kernels._tiles import kept_mask, limits, rows_dot
 
 __all__ = ["DECODE_TOKENS", "decode", "default", "forward"]
 
 DECODE_TOKENS = 16
 """Up to here the two launches of this file: the tokens of a tensor-core tile, and bits of a token mask."""
-
-_MAX_FLOAT = tl.constexpr(3.402823466e38)
 
 
 @triton.jit
@@ -73,7 +70,9 @@ def _gated_mlp_fwd_select_kernel(
     UPCAST: tl.constexpr,
 ):
     segment = tl.program_id(0)
-    if segment == 0:  # the down kernel's counters; here, so that no launch is spent on zeroing them
+    if (
+        arrived is not None and segment == 0
+    ):  # the down kernel's counters, zeroed without a launch of their own
         for start in range(0, chunks, 128):
             c = start + tl.arange(0, 128)
             tl.store(arrived + c, tl.zeros((128,), tl.int32), mask=c < chunks)
@@ -124,125 +123,6 @@ def _gated_mlp_fwd_select_kernel(
     tl.store(counts + segment, count)
 
 
-@triton.jit
-def _slots(item, ends, split, SPLITS: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Where a split's items lie in the list: segments split, split + SPLITS, … one after another; ends: their ends."""
-    before = ends[None, :] <= item[:, None]
-    segment = tl.sum(before.to(tl.int32), axis=1)
-    begin = tl.max(tl.where(before, ends[None, :], 0), axis=1)
-    return (split + segment * SPLITS).to(tl.int64) * BLOCK_F + (item - begin)
-
-
-@triton.jit
-def _exact_sum(
-    ends, total, split, neurons, tokens, hidden, w_down_t, stride_down, d, inside,
-    BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The partial sum with a select for every (token, row): an inf in a row makes no NaN for who does not want it."""
-    t = tl.arange(0, BLOCK_T)
-    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for start in range(0, total, BLOCK_I):
-        item = start + tl.arange(0, BLOCK_I)
-        slot = _slots(item, ends, split, SPLITS, BLOCK_F)
-        live = item < total
-        j = tl.load(neurons + slot, mask=live, other=0).to(tl.int64)
-        bits = tl.load(tokens + slot, mask=live, other=0)
-        rows = tl.load(
-            w_down_t + j[:, None] * stride_down + d[None, :], mask=live[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
-        for i in range(BLOCK_T):
-            h = tl.load(hidden + slot * BLOCK_T + i, mask=live, other=0.0)
-            wants = live & (((bits >> i) & 1) != 0)
-            sums = tl.sum(tl.where(wants[:, None], h[:, None] * rows, 0.0), axis=0)
-            acc += tl.where(t[:, None] == i, sums[None, :], 0.0)
-    return acc
-
-
-@triton.jit
-def _gated_mlp_fwd_down_kernel(
-    neurons,
-    tokens,
-    hidden,
-    counts,
-    w_down_t,
-    b_down,
-    skipped_out,
-    partial,
-    arrived,
-    out,
-    T,
-    D,
-    segments,
-    stride_down,
-    BLOCK_T: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DOT: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    chunk = tl.program_id(0)
-    split = tl.program_id(1)
-    d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-    t = tl.arange(0, BLOCK_T)
-    inside = d < D
-    segment = split + tl.arange(0, SEGMENTS) * SPLITS
-    ends = tl.cumsum(tl.load(counts + segment, mask=segment < segments, other=0), 0)
-    total = tl.max(ends, axis=0)
-    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    lanes = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
-    for start in range(0, total, BLOCK_I):
-        item = start + tl.arange(0, BLOCK_I)
-        slot = _slots(item, ends, split, SPLITS, BLOCK_F)
-        live = item < total
-        j = tl.load(neurons + slot, mask=live, other=0).to(tl.int64)
-        rows = tl.load(
-            w_down_t + j[:, None] * stride_down + d[None, :],
-            mask=live[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        if DOT:
-            h = tl.load(hidden + slot[None, :] * BLOCK_T + t[:, None], mask=live[None, :], other=0.0)
-            acc = dot(h.to(rows.dtype), rows, acc, UPCAST)
-        elif BLOCK_T == 1:  # one sum at the end instead of one a tile
-            lanes += tl.load(hidden + slot, mask=live, other=0.0)[:, None] * rows.to(tl.float32)
-        else:
-            wide = rows.to(tl.float32)
-            for i in tl.static_range(BLOCK_T):
-                h = tl.load(hidden + slot * BLOCK_T + i, mask=live, other=0.0)
-                acc += tl.where(t[:, None] == i, tl.sum(h[:, None] * wide, axis=0)[None, :], 0.0)
-    if BLOCK_T == 1:
-        acc = tl.sum(lanes, axis=0)[None, :]
-    else:  # 0·inf of a row that one token wants and another does not
-        wrong = tl.max(tl.max((tl.abs(acc) <= _MAX_FLOAT).to(tl.int32) ^ 1, axis=1), axis=0)
-        if wrong != 0:
-            acc = _exact_sum(
-                ends, total, split, neurons, tokens, hidden, w_down_t, stride_down, d, inside,
-                BLOCK_T, BLOCK_F, BLOCK_I, BLOCK_D, SPLITS,
-            )  # fmt: skip
-    real = (t < T)[:, None] & inside[None, :]
-    place = t[:, None].to(tl.int64) * D + d[None, :]
-    last = True
-    if SPLITS > 1:
-        step = tl.cast(T, tl.int64) * D
-        tl.store(partial + split * step + place, acc, mask=real)
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        last = tl.atomic_add(arrived + chunk, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-            for s in range(SPLITS):
-                acc += tl.load(partial + s * step + place, mask=real, other=0.0, cache_modifier=".cg")
-    if last:
-        if b_down is not None:
-            acc += tl.load(b_down + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if skipped_out is not None:
-            acc += tl.load(skipped_out + d, mask=inside, other=0.0)[None, :]
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=real)
-
-
 def default(tokens: int, d: int, f: int, dtype: torch.dtype) -> _configs.Config:
     """A configuration that fits every supported GPU's registers and shared memory.
 
@@ -266,6 +146,7 @@ def default(tokens: int, d: int, f: int, dtype: torch.dtype) -> _configs.Config:
         "block_i": 16,
         "down_block_d": 512 if tokens == 1 else 256 if half else 64,
         "splits": 32,
+        "last_sums": True,  # False: partial sums are added by a third launch
         "down_warps": 4,
         "down_stages": 2 if tokens == 1 else 3,
     }
@@ -298,19 +179,20 @@ def decode(
         block_f *= 2
     segments = -(-f // block_f)
     splits = max(1, min(splits, segments))
-    block_d = min(config["block_d"], max(16, triton.next_power_of_2(d)))
-    down_block_d = min(config["down_block_d"], max(16, triton.next_power_of_2(d)))
+    least = 16 if use_dot else 1  # a side of tl.dot
+    block_d, down_block_d = (
+        max(least, min(config[name], max(16, triton.next_power_of_2(d))))
+        for name in ("block_d", "down_block_d")
+    )
     chunks = -(-d // down_block_d)
+    # On AMD another program's counter does not make its stores visible by itself (docs/design.md).
+    last_sums = splits > 1 and config["last_sums"] and torch.version.hip is None
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    neurons, bits, counts, arrived = (
-        new(segments * block_f),
-        new(segments * block_f),
-        new(segments),
-        new(chunks),
-    )
+    neurons, bits, counts = new(segments * block_f), new(segments * block_f), new(segments)
+    arrived = new(chunks) if last_sums else None
     hidden = new(segments * block_f, block_t, dtype=torch.float32)
     partial = new(splits, tokens, d, dtype=torch.float32) if splits > 1 else None
     out = torch.empty((tokens, d), dtype=x.dtype, device=x.device)
@@ -338,7 +220,7 @@ def decode(
         (neurons, bits, hidden, counts, w_down_t, b_down, skipped_out, partial, arrived, out,
          tokens, d, segments, w_down_t.stride(0)),
         {
-            "BLOCK_I": config["block_i"],
+            "BLOCK_I": max(least, config["block_i"]),
             "BLOCK_D": down_block_d,
             "SEGMENTS": triton.next_power_of_2(max(1, -(-segments // splits))),
             "SPLITS": splits,
@@ -347,12 +229,21 @@ def decode(
         config["down_warps"],
         config["down_stages"],
     )  # fmt: skip
-    return out, [select, down]
+    if splits == 1 or last_sums:
+        return out, [select, down]
+    add = Launch(
+        _gated_mlp_fwd_sum_kernel,
+        (chunks,),
+        (partial, b_down, skipped_out, out, tokens, d),
+        {"BLOCK_T": block_t, "BLOCK_D": down_block_d, "SPLITS": splits},
+        config["down_warps"],
+    )
+    return out, [select, down, add]
 
 
 def _float32(t: Tensor | None) -> Tensor | None:
-    """A float32 argument as the kernels read it: contiguous."""
-    return None if t is None else t.float().contiguous()
+    """A float32 argument as the kernels read it: contiguous, and what it says."""
+    return None if t is None else t.float().contiguous().resolve_neg()
 
 
 def forward(
@@ -380,11 +271,14 @@ def forward(
     indicator: str,
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
+    x, w_gate, w_up, w_down_t = (t.resolve_neg() for t in (x, w_gate, w_up, w_down_t))
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
     if 0 in x.shape:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    b_gate, b_up, b_down = (None if b is None else b.contiguous() for b in (b_gate, b_up, b_down))
+    b_gate, b_up, b_down = (
+        None if b is None else b.contiguous().resolve_neg() for b in (b_gate, b_up, b_down)
+    )
     plan = decode if x.shape[0] <= DECODE_TOKENS else gated_mlp_prefill.prefill
     args = (
         x, w_gate, w_up, w_down_t, _float32(threshold), _float32(token_scale), _float32(skipped_mean),

@@ -81,7 +81,7 @@ def _fatrelu(p: Tensor, tau: Tensor) -> Tensor:
 
 
 def _d_fatrelu(p: Tensor, tau: Tensor) -> Tensor:
-    return _select(p > tau, p, torch.ones_like(p))
+    return torch.where(p <= tau, torch.zeros_like(p), _d_identity(p))  # τ = NaN keeps every p, as `_fatrelu`
 
 
 def _mix(p: Tensor, lam: Tensor) -> Tensor:
@@ -145,13 +145,13 @@ IDS: dict[str, int] = {row.name: i for i, row in enumerate(_ROWS)}
 """The activations' ids in the compiled kernels."""
 
 
-def get(name: str) -> Activation:
-    """The row of an activation; ValueError naming the known ones otherwise."""
+def get(name: str, argument: str = "activation") -> Activation:
+    """The row of an activation; ValueError naming the caller's argument and the known rows otherwise."""
     try:
         return ACTIVATIONS[name]
     except (KeyError, TypeError):
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation is {name!r}, expected one of: {known}") from None
+        raise ValueError(f"{argument} is {name!r}, expected one of: {known}") from None
 
 
 def apply(p: Tensor, name: str, params: Tensor | None = None, *, derivative: bool = False) -> Tensor:

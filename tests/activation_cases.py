@@ -44,6 +44,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 KINKED = ("relu", "relu2", "jsrelu", "weird", "fatrelu", "mix", "identity")
 """Rows whose exact zeros do not depend on how an exponential underflows."""
 
+CANCELLING = ("gelu", "gelu_tanh")
+"""Rows of which PyTorch subtracts nearly equal numbers for negative p: no peer for the digits of such results."""
+
 
 def _among_nans(p: Tensor, dim: int) -> Tensor:
     shape = [2 * n if i == dim else n for i, n in enumerate(p.shape)]
@@ -80,9 +83,26 @@ def peer(p: Tensor, name: str, grad: Tensor) -> tuple[Tensor, Tensor]:
 def extremes(dtype: torch.dtype) -> Tensor:
     """Zeros, subnormals, the ends of the range, and what lies between by powers of two."""
     info = torch.finfo(dtype)
-    powers = 2.0 ** torch.arange(-20, 120, 1, dtype=torch.float64)
+    powers = 2.0 ** torch.arange(-126, 120, 1, dtype=torch.float64)
     ends = torch.tensor(
         [0.0, info.smallest_normal, info.smallest_normal / 4, info.max, info.max / 4], dtype=torch.float64
     )
-    positive = torch.cat([ends, powers[powers < info.max]])
+    positive = torch.cat([ends, powers[(powers > info.smallest_normal) & (powers < info.max)]])
     return torch.cat([positive, -positive]).to(dtype)
+
+
+def assert_digits(actual: Tensor, peer: Tensor, truth: Tensor, p: Tensor, name: str) -> None:
+    """The budget rule for the relative error, of normal numbers, up to where PyTorch itself keeps no digits of them."""
+    info = torch.finfo(actual.dtype)
+    judged = (truth.abs() >= info.smallest_normal) & (truth.abs() < info.max * 0.99) & peer.isfinite()
+    if name in CANCELLING:
+        judged &= p >= -0.125
+    error, allowed = (((t.double() - truth) / truth).abs()[judged] for t in (actual, peer))
+    bound = 2 * allowed.max() + 2 * info.eps
+    assert bound <= 16 * info.eps, "the peer is no measure"
+    assert error.max() <= bound, (
+        error.max(),
+        bound,
+        p[judged][error.argmax()],
+        actual[judged][error.argmax()],
+    )

@@ -23,8 +23,12 @@ import torch
 import sparsemlp
 from sparsemlp._op import Op
 from sparsemlp.kernels import _configs
+from sparsemlp.ops.activation import BACKWARD, COUNTED
+from sparsemlp.ops.activation import OP as FORWARD
 from sparsemlp.ops.gated_mlp import OP as GATED_MLP
+from tests import test_conformance_activation as of_activations
 from tests import test_conformance_gated_mlp as conformance
+from tests.blocks import TILES
 from tests.cases import CASES, build
 
 KERNELS = Path(sparsemlp.__file__).resolve().parents[1] / "kernels"
@@ -39,7 +43,8 @@ class Mutant:
     old: str
     new: str
     check: Check
-    op: Op = GATED_MLP
+    ops: tuple[Op, ...] = (GATED_MLP,)
+    functions: tuple[str, ...] = ("forward",)
 
     @property
     def name(self) -> str:
@@ -63,6 +68,29 @@ def call(test: str, *args: object) -> Check:
     return lambda: getattr(conformance, test)(*args, backend="triton")
 
 
+def tiles(*names: str) -> Check:
+    """The named cases through products of active tiles."""
+
+    def run() -> None:
+        with _configs.use("gated_mlp_prefill", TILES):
+            cases(*names)()
+
+    return run
+
+
+def of_activation(test: str) -> Callable[[str], Check]:
+    """A conformance test of `activation`, by the row's name."""
+    return lambda name: lambda: getattr(of_activations, test)(name, torch.float32, backend="triton")
+
+
+shapes, ranges = of_activation("test_shapes"), of_activation("test_the_whole_range")
+nans, selects = of_activation("test_nan_and_infinity"), of_activation("test_a_mask_selects")
+ACTIVATION = (
+    (FORWARD, COUNTED, BACKWARD),
+    ("forward", "counted", "backward"),
+)
+SELECTS = selects("relu")
+SOME_TILES = tiles("density-0.1-T36", "bias-gud-silu-T40", "x-strided-T34")
 HALF = torch.float16
 TAILS = cases("w-guarded-T1", "w-guarded-T5")
 MATES = call("test_rows_count_for_the_tokens_that_want_them", "w_down_t", torch.inf, 4, HALF)
@@ -108,19 +136,24 @@ _GATED = (
     ),
     ("gated_mlp.py", "tl.store(arrived + c,", "tl.store(arrived + c + 1,", cases("w-plain-T1")),
     (
-        "gated_mlp.py",
+        "_gated_mlp_down.py",
         "before = ends[None, :] <= item[:, None]",
         "before = ends[None, :] < item[:, None]",
         TAILS,
     ),
-    ("gated_mlp.py", "+ (item - begin)", "+ item", TAILS),
-    ("gated_mlp.py", "segment < segments, other=0)", "segment < segments - 1, other=0)", TAILS),
-    ("gated_mlp.py", "live = item < total", "live = item < total - 1", TAILS),
-    ("gated_mlp.py", "live = item < total", "live = item <= total", TAILS),
-    ("gated_mlp.py", "if wrong != 0:", "if wrong > 1:", MATES),
-    ("gated_mlp.py", "(((bits >> i) & 1) != 0)", "(bits != 0)", MATES),
-    ("gated_mlp.py", "for s in range(SPLITS):", "for s in range(SPLITS - 1):", TAILS),
-    ("gated_mlp.py", "if skipped_out is not None:", "if skipped_out is None:", cases("mean+out--0.5--T4")),
+    ("_gated_mlp_down.py", "+ (item - begin)", "+ item", TAILS),
+    ("_gated_mlp_down.py", "segment < segments, other=0)", "segment < segments - 1, other=0)", TAILS),
+    ("_gated_mlp_down.py", "live = item < total", "live = item < total - 1", TAILS),
+    ("_gated_mlp_down.py", "live = item < total", "live = item <= total", TAILS),
+    ("_gated_mlp_down.py", "if wrong != 0:", "if wrong > 1:", MATES),
+    ("_gated_mlp_down.py", "(((bits >> i) & 1) != 0)", "(bits != 0)", MATES),
+    ("_gated_mlp_down.py", "for s in range(SPLITS):", "for s in range(SPLITS - 1):", TAILS),
+    (
+        "_gated_mlp_down.py",
+        "if skipped_out is not None:",
+        "if skipped_out is None:",
+        cases("mean+out--0.5--T4"),
+    ),
     ("gated_mlp.py", "h -= tl.load(skipped_mean", "h += tl.load(skipped_mean", cases("mean+out--0.5--T4")),
     (
         "gated_mlp_prefill.py",
@@ -153,7 +186,61 @@ _GATED = (
     ),
 )
 
-MUTANTS = [Mutant(*row) for row in _GATED]
+_TILES = (
+    ("tl.store(flags + tl.program_id(0)", "tl.store(flags + 0 * tl.program_id(0)", SOME_TILES),
+    ("tl.store(listed + row + place - 1, i,", "tl.store(listed + row + place - 1, 0 * i,", SOME_TILES),
+    ("for i in range(tl.load(counts + tile)):", "for i in range(tl.load(counts + tile) - 1):", SOME_TILES),
+    ("mask=(t < T) & (d < D)[None, :]", "mask=(t < T) & (d < D - 1)[None, :]", SOME_TILES),
+    ("mask = (t < T) & (j < F)", "mask = (t < T) & (j < F - 1)", SOME_TILES),
+    ("tl.where(active, h, 0.0)", "h", SOME_TILES),
+    ("if b_up is not None:", "if b_up is None:", SOME_TILES),
+)
+_ACTIVATION = (
+    ("activation.py", "inside = at < n", "inside = at < n - 1", shapes("silu")),
+    (
+        "activation.py",
+        "tl.program_id(0).to(tl.int64) * BLOCK +",
+        "tl.program_id(0).to(tl.int64) * (BLOCK - 1) +",
+        shapes("relu"),
+    ),
+    ("activation.py", "tl.where(slope == 0, 0.0, wide * slope)", "wide * slope", SELECTS),
+    (
+        "activation.py",
+        "((result.to(tl.float32) != 0) & inside)",
+        "(result.to(tl.float32) != 0)",
+        shapes("weird"),
+    ),
+    (
+        "_activations.py",
+        "return tl.where(p <= 0, 0.0, p + 1)",
+        "return tl.where(p < 0, 0.0, p + 1)",
+        ranges("jsrelu"),
+    ),
+    (
+        "_activations.py",
+        "return tl.where(p < tau, 0.0, p)",
+        "return tl.where(p <= tau, 0.0, p)",
+        shapes("fatrelu"),
+    ),
+    (
+        "_activations.py",
+        "tl.where(p <= 0, 0.0, tl.where(p > 0, 1.0, p))",
+        "tl.where(p > 0, 1.0, 0.0)",
+        nans("relu"),
+    ),
+    (
+        "_activations.py",
+        "def _identity(p, a, b, c):\n    return p",
+        "def _identity(p, a, b, c):\n    return tl.where(tl.abs(p) < 1e-7, 0.0, p)",
+        ranges("identity"),
+    ),
+)
+
+MUTANTS = [
+    *(Mutant(*row) for row in _GATED),
+    *(Mutant("gated_mlp_tiles.py", *row) for row in _TILES),
+    *(Mutant(*row, *ACTIVATION) for row in _ACTIVATION),
+]
 """All of them, in the order in which they are tried."""
 
 
@@ -173,19 +260,21 @@ def noticed(mutant: Mutant) -> str | None:
             del sys.modules[module]
         importlib.invalidate_caches()
         sys.path.insert(0, folder)
-        backend = next(b for b in mutant.op.backends if b.name == "triton")
-        real = list(backend._loaded)
+        backends = [next(b for b in op.backends if b.name == "triton") for op in mutant.ops]
+        real = [list(backend._loaded) for backend in backends]
         try:
-            module = importlib.import_module(f"{name}.{mutant.op.name}")
+            module = importlib.import_module(f"{name}.{mutant.ops[0].name}")
             sys.modules[
                 f"{name}._configs"
             ].find = _configs.find  # one place for the blocks that tests ask for
-            backend._loaded[:] = [module.forward]
+            for backend, function in zip(backends, mutant.functions, strict=True):
+                backend._loaded[:] = [getattr(module, function)]
             mutant.check()
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         finally:
-            backend._loaded[:] = real
+            for backend, loaded in zip(backends, real, strict=True):
+                backend._loaded[:] = loaded
             sys.path.remove(folder)
     return None
 

@@ -196,13 +196,97 @@ def test_results_are_fresh(backend: str) -> None:
     assert torch.equal(p, before)
 
 
+def gradient(p: torch.Tensor, name: str, params: torch.Tensor | None, grad: torch.Tensor, backend: str):
+    leaf = p.detach().requires_grad_(True)
+    out, counts = sparsemlp.activation(leaf, name, params=params, counts=True, backend=backend)
+    return out.detach(), counts, torch.autograd.grad(out, leaf, grad)[0]
+
+
 @EVERY_BACKEND
-def test_lazily_negated_tensors(backend: str) -> None:
-    p = values((50,), torch.float32)
-    assert torch.equal(
-        sparsemlp.activation(torch._neg_view(p), "relu", backend=backend),
-        sparsemlp.activation(-p, "relu", backend=backend),
-    )
+@pytest.mark.parametrize("lazy", ["p", "params", "grad"])
+def test_lazily_negated_tensors(lazy: str, backend: str) -> None:
+    arguments = {
+        "p": values((5, 7), torch.float32),
+        "params": params_of("weird"),
+        "grad": torch.linspace(-1, 1, 35).reshape(5, 7),
+    }
+    negated = {**arguments, lazy: torch._neg_view(arguments[lazy])}
+    assert negated[lazy].is_neg()
+    plain = {**arguments, lazy: -arguments[lazy]}
+    for actual, wanted in zip(
+        gradient(name="weird", backend=backend, **negated),
+        gradient(name="weird", backend=backend, **plain),
+        strict=True,
+    ):
+        assert torch.equal(actual, wanted)
+    first = [
+        sparsemlp.activation(a["p"], "weird", params=a["params"], backend=backend) for a in (negated, plain)
+    ]
+    assert torch.equal(*first)
+
+
+@EVERY_BACKEND
+def test_zeros_without_memory(backend: str) -> None:
+    zeros, p = torch._efficientzerotensor(3), torch.ones(3)
+    for lazy, plain in (((zeros, None), (p * 0, None)), ((p, zeros), (p, p * 0))):
+        name = "silu" if lazy[1] is None else "weird"
+        outs = [sparsemlp.activation(a, name, params=b, backend=backend) for a, b in (lazy, plain)]
+        assert torch.equal(*outs)
+        grads = [BACKWARD.overload(p, a, b, name, backend) for a, b in (lazy, plain)]
+        assert torch.equal(*grads)
+    assert torch.equal(BACKWARD.overload(zeros, p, None, "silu", backend), p * 0)
+
+
+@EVERY_BACKEND
+@EVERY_NAME
+def test_many_gradients_at_once(name: str, backend: str) -> None:
+    """`is_grads_batched`, and what uses it: the older vmap, whose tensors have no memory of their own."""
+    p, params = values((6,), torch.float32).requires_grad_(True), params_of(name)
+    grads = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    out = sparsemlp.activation(p, name, params=params, backend=backend)
+    (together,) = torch.autograd.grad(out, p, grads, is_grads_batched=True, retain_graph=True)
+    alone = torch.stack([torch.autograd.grad(out, p, g, retain_graph=True)[0] for g in grads])
+    assert (together - alone).abs().max() <= 4e-6 * alone.abs().max().clamp(min=1)
+
+    def run(p: torch.Tensor) -> torch.Tensor:
+        return sparsemlp.activation(p, name, params=params, backend=backend)
+
+    jacobian = torch.autograd.functional.jacobian(run, p.detach(), vectorize=True)
+    slope = activations.apply(p.detach(), name, params, derivative=True)
+    assert torch.allclose(jacobian, slope.diag(), atol=2e-6)
+
+
+@EVERY_BACKEND
+def test_the_operator_does_not_drop_the_gradient_of_parameters(backend: str) -> None:
+    p, params = torch.ones(4, requires_grad=True), params_of("weird").requires_grad_(True)
+    for out in (
+        ActivationFunction.apply(p, params, "weird", backend),
+        OP.overload(p, params, "weird", backend),
+        COUNTED.overload(p, params, "weird", backend)[0],
+    ):
+        with pytest.raises(ValueError, match=r"^params requires grad, expected one that does not.*detach"):
+            out.sum().backward()
+
+
+@EVERY_BACKEND
+def test_the_operators_read_nothing_out_of_bounds(backend: str) -> None:
+    """What nothing has checked before: arguments of another shape, each an error of one sentence."""
+    p, one = torch.ones(3), torch.ones(1)
+    for op in (OP, COUNTED, BACKWARD):
+        first = (p, p) if op is BACKWARD else (p,)
+        for params, name, message in (
+            (one, "weird", r"^params is shape \(1,\), expected a float32 tensor of shape \(3,\)"),
+            (None, "mix", r"^params is NoneType, expected a float32 tensor of shape \(1,\)"),
+            (one, "relu", r"^params is shape \(1,\), expected None"),
+            (None, "swish", r"^name is 'swish', expected one of: relu"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                op.overload(*first, params, name, backend)
+    for grad in (torch.ones(2), one, torch.ones(1, 3), torch.ones(3, 3)):
+        with pytest.raises(ValueError, match=r"^grad has shape \(.*\), expected p's, \(3,\)"):
+            BACKWARD.overload(grad, p, None, "relu", backend)
+    with pytest.raises(ValueError, match=r"^grad is float16 on cpu, expected p's float32"):
+        BACKWARD.overload(p.half(), p, None, "relu", backend)
 
 
 @pytest.mark.parametrize("device", ["meta"])
@@ -226,7 +310,12 @@ def test_errors() -> None:
         r"^p is list, expected a tensor": lambda: sparsemlp.activation([1.0], "relu"),
         r"^p is int64, expected float32": lambda: sparsemlp.activation(p.long(), "relu"),
         r"^p has layout torch.sparse_coo": lambda: sparsemlp.activation(p.to_sparse(), "relu"),
-        r"^activation is 'swish', expected one of: relu": lambda: sparsemlp.activation(p, "swish"),
+        r"^name is 'swish', expected one of: relu": lambda: sparsemlp.activation(p, "swish"),
+        r"^name is 'Relu', expected one of: relu": lambda: Activation("Relu"),
+        r"^backend is 'zz', expected one of: auto": lambda: Activation("relu", backend="zz"),
+        r"^params has layout torch.sparse_coo": lambda: sparsemlp.activation(
+            p, "mix", params=one.to_sparse()
+        ),
         r"^backend is 'fast', expected one of: auto": lambda: sparsemlp.activation(p, "relu", backend="fast"),
         no_params: lambda: sparsemlp.activation(p, "mix"),
         r"^params is shape \(3,\), expected a float32": lambda: sparsemlp.activation(p, "mix", params=p),

@@ -14,11 +14,13 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import sparsemlp
-from sparsemlp.kernels import _configs, gated_mlp
+from sparsemlp.kernels import _configs, activation, gated_mlp, gated_mlp_prefill
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 DEFAULT = {"block_f": 16, "warps": 4, "stages": 2, "skip_below": 0.0, "splits": 32}
+MLP = gated_mlp.default(1, 4096, 14336, torch.bfloat16)
+PREFILL = gated_mlp_prefill.default(512, 4096, 14336, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,8 @@ def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
         {"key": {**key(), "d": None}, "config": {}},
         {"key": {**key(), "d": True}, "config": {}},
         {"key": {**key(), "d": -1}, "config": {}},
+        {"key": {**key(), "d": 10**400}, "config": {}},
+        {"key": {**key(), "d": 2**62}, "config": {}},
         {"key": {**key(), "dtype": 3}, "config": {}},
         {"key": [], "config": {}},
         {"key": key(), "config": [1]},
@@ -134,8 +138,9 @@ def test_one_bad_entry_does_not_cost_the_others(bad: dict[str, Any], tmp_path: P
     "bad",
     [
         {"block_f": 48}, {"block_f": 0}, {"block_f": -16}, {"block_f": "16"}, {"block_f": True}, {"block_f": 2**21},
-        {"block_f": 16.0}, {"block_f": None}, {"warps": 3}, {"warps": 64}, {"stages": 17}, {"stages": 0},
-        {"skip_below": "x"}, {"skip_below": float("nan")}, {"splits": [1]},
+        {"block_f": 16.0}, {"block_f": None}, {"warps": 3}, {"warps": 32}, {"stages": 9}, {"stages": 0},
+        {"skip_below": "x"}, {"skip_below": float("nan")}, {"skip_below": float("inf")}, {"skip_below": 10**400},
+        {"splits": [1]}, {"splits": 65536}, {"splits": 10**400},
     ],
     ids=str,
 )  # fmt: skip
@@ -147,11 +152,52 @@ def test_a_value_that_cannot_be_launched_is_the_default(bad: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize(
-    "good", [{"stages": 3}, {"skip_below": 1}, {"skip_below": 0.5}, {"splits": 33}, {"warps": 16}], ids=str
-)
+    "good",
+    [
+        {"stages": 3}, {"stages": 8}, {"skip_below": 1}, {"skip_below": 0.5}, {"splits": 33}, {"splits": 65535},
+        {"warps": 16}, {"block_f": 1}, {"block_f": 8192},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_value_that_can_be_launched_is_taken(good: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, [entry(good)])
     assert _configs.find("op", GPU, key(), DEFAULT) == {**DEFAULT, **good}
+
+
+@pytest.mark.parametrize(
+    ("op", "default", "bad"),
+    [
+        ("gated_mlp", MLP, {"block_f": 2**20, "block_i": 2**20}),
+        ("gated_mlp", MLP, {"block_d": 8, "down_block_d": 8, "select_warps": 32, "down_stages": 9}),
+        (
+            "gated_mlp_prefill",
+            PREFILL,
+            {"tile_t": 2**20, "tile_f": 8, "tile_d": 8, "tile_k": 8, "tile_warps": 32},
+        ),
+        ("gated_mlp_prefill", PREFILL, {"repair_block_f": 16384, "tile_k": 16384, "tile_stages": 9}),
+        ("activation", activation.DEFAULT, {"block": 2**20, "counted_blocks": 2**20}),
+        ("activation", activation.DEFAULT, {"counted_blocks": 2048}),
+    ],
+    ids=str,
+)
+def test_every_operators_values_have_limits(
+    op: str, default: dict[str, Any], bad: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, [entry(bad)], op=op)
+    with pytest.warns(UserWarning, match="cannot be launched"):
+        assert _configs.find(op, GPU, key(), default) == default
+
+
+def test_a_long_number_is_not_in_the_warning_in_full(tmp_path: Path) -> None:
+    write(tmp_path, [entry({"block_f": 10**400})])
+    with pytest.warns(UserWarning, match="cannot be launched") as caught:
+        _configs.find("op", GPU, key(), DEFAULT)
+    assert len(str(caught[0].message)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("default", [MLP, PREFILL, activation.DEFAULT])
+def test_the_defaults_are_within_the_limits(default: dict[str, Any]) -> None:
+    assert [name for name, value in default.items() if not _configs._usable(name, value, value)] == []
 
 
 def test_a_file_is_read_once_and_answers_are_remembered(

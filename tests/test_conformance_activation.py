@@ -13,7 +13,17 @@ import sparsemlp
 from sparsemlp import _env, _native, _triton, activations
 from sparsemlp.ops.activation import OP
 from sparsemlp.testing import assert_within_budget
-from tests.activation_cases import KINKED, LAYOUTS, SHAPES, extremes, params_of, peer, truth, values
+from tests.activation_cases import (
+    KINKED,
+    LAYOUTS,
+    SHAPES,
+    assert_digits,
+    extremes,
+    params_of,
+    peer,
+    truth,
+    values,
+)
 from tests.backends import backends
 from tests.cases import DTYPES
 
@@ -108,6 +118,9 @@ def test_the_whole_range(name: str, dtype: torch.dtype, backend: str) -> None:
             p[~same],
             actual[~same],
         )
+    peers = peer(p, name, torch.ones_like(p))
+    for actual, other, wanted in zip((out, leaf.grad), peers, truth(p, name), strict=True):
+        assert_digits(actual, other, wanted, p, name)
 
 
 @EVERY_BACKEND
@@ -131,6 +144,20 @@ def test_nan_and_infinity(name: str, dtype: torch.dtype, backend: str) -> None:
             actual[~wanted.isfinite()].nan_to_num(5.0), wanted[~wanted.isfinite()].nan_to_num(5.0)
         )
     assert counts.tolist() == [int((expected != 0).sum()), int((slope != 0).sum())]
+
+
+@EVERY_BACKEND
+@EVERY_DTYPE
+def test_a_threshold_of_nan(dtype: torch.dtype, backend: str) -> None:
+    """τ = NaN: no p is below it, so that fatrelu is the identity, whose derivative is 1."""
+    p, tau = torch.tensor([-2.0, 0.0, 3.0, torch.nan], dtype=dtype).repeat(9), torch.tensor([torch.nan])
+    leaf = p.clone().requires_grad_(True)
+    out, counts = sparsemlp.activation(leaf, "fatrelu", params=tau, counts=True, backend=backend)
+    out.backward(torch.ones_like(p))
+    assert torch.equal(out[p.isfinite()], p[p.isfinite()])
+    assert bool((leaf.grad[p.isfinite()] == 1).all())
+    assert leaf.grad.isnan().equal(p.isnan())
+    assert counts.tolist() == [27, 36]
 
 
 @EVERY_BACKEND

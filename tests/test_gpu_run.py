@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks import gpu_check, gpu_device, gpu_rows, gpu_run, tune_trials
+from benchmarks import gpu_check, gpu_device, gpu_info, gpu_rows, gpu_run, tune_trials
 from benchmarks.gpu_operators import OPERATORS
 from benchmarks.gpu_rows import Row
 from sparsemlp.info import operators
@@ -25,8 +27,13 @@ BACKWARD = ("activation_bwd", "activation_counts")
 """Operators that are covered with the one they belong to."""
 
 
-def _tree() -> dict[str, int]:
-    """Every file of the repository but caches, with its time."""
+def _files() -> list[Path]:
+    """Every file of the repository that git does not ignore; without git all but caches."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode == 0 and listed.stdout:
+        return [ROOT / name for name in listed.stdout.split("\0") if name]
     skipped = {
         ".git",
         ".venv",
@@ -37,26 +44,28 @@ def _tree() -> dict[str, int]:
         ".mypy_cache",
         "build",
     }
-    found = {}
+    found = []
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".venv")]
-        found |= {f"{folder}/{name}": os.stat(f"{folder}/{name}").st_mtime_ns for name in files}
+        found += [Path(folder, name) for name in files]
     return found
 
 
+def _tree() -> dict[Path, str]:
+    """The files and what is in them."""
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in _files() if path.is_file()}
+
+
 @pytest.fixture(scope="module")
-def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str], set[str]]:
-    """A dry run: its folder, its output, and what it changed in the folders that it could have written to."""
+def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str], set[Path]]:
+    """A dry run: its folder, its output, and which files of the repository came, went or changed meanwhile."""
     out = tmp_path_factory.mktemp("gpu") / "out"
     before = _tree()
     done = subprocess.run(
         ["bash", str(ROOT / "benchmarks" / "gpu_run.sh"), "--dry", str(out)],
         capture_output=True, text=True, cwd=out.parent, timeout=400, env={**os.environ, "PYTHON": sys.executable},
     )  # fmt: skip
-    mine = ("kernels/configs", "benchmarks/results")
-    changed = {p for p, t in _tree().items() if before.get(p) != t and any(m in p for m in mine)}
-    new = {p for p in _tree().keys() - before.keys() if not p.endswith((".py", ".md", ".pyc"))}
-    return out, done, changed | new
+    return out, done, {path for path, _ in before.items() ^ _tree().items()}
 
 
 def test_every_stage_is_fine(dry: Any) -> None:
@@ -80,6 +89,7 @@ def test_every_file_says_that_it_is_no_measurement(dry: Any) -> None:
     for name in tables:
         rows = gpu_rows.read(out / name)
         assert rows, name
+        assert {row.shape for row in rows if row.op == "gated_mlp"} <= {"tiny"}, name
         assert {row.status for row in rows} == {gpu_device.DRY}, name
         for row in rows:
             assert row.us is not None, row
@@ -121,10 +131,14 @@ def test_every_operator_is_in_the_run() -> None:
 
 
 def _run(
-    tmp_path: Path, stages: list[gpu_run.Stage], monkeypatch: pytest.MonkeyPatch, budget: str = "60"
+    tmp_path: Path,
+    stages: list[gpu_run.Stage],
+    monkeypatch: pytest.MonkeyPatch,
+    budget: str = "60",
+    out: str = "out",
 ) -> int:
     monkeypatch.setattr(gpu_run, "stages", lambda out, dry: stages)
-    return gpu_run.main([str(tmp_path / "out"), "--dry", "--budget", budget])
+    return gpu_run.main([str(tmp_path / out), "--dry", "--budget", budget])
 
 
 def _shell(name: str, script: str, **options: Any) -> gpu_run.Stage:
@@ -150,8 +164,8 @@ def test_what_must_be_right_decides_the_exit_code(tmp_path: Path, monkeypatch: p
     assert (
         _run(tmp_path, [_shell("conformance", "exit 1", must=True), _shell("two", "true")], monkeypatch) == 1
     )
-    assert _run(tmp_path, [_shell("two", "true")], monkeypatch) == 0
-    assert _run(tmp_path, [], monkeypatch) == 3
+    assert _run(tmp_path, [_shell("two", "true")], monkeypatch, out="two") == 0
+    assert _run(tmp_path, [], monkeypatch, out="three") == 3
 
 
 def test_a_hanging_stage_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,28 +179,141 @@ def test_a_hanging_stage_is_ended_with_its_children(tmp_path: Path, monkeypatch:
         "9",
     )
     assert time.monotonic() - begin < 25
-    assert code == 0  # such a stage ends when the time does
+    assert code == 0  # such a stage ends when the time does, if nothing needs it
     outcomes = json.loads((tmp_path / "out" / "stages.json").read_text())
     assert [o["outcome"] for o in outcomes] == ["stopped", "skipped"]
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
-def test_an_end_from_outside_still_prints_the_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_end_from_outside_still_prints_the_table(tmp_path: Path, number: int) -> None:
+    stage = "('one', ('/bin/sh', '-c', 'echo $$; exec sleep 60'), 60, timed=False, dry_seconds=60)"
     script = (
-        "import sys; from benchmarks import gpu_run as g\n"
-        "g.stages = lambda out, dry: [g.Stage('one', ('/bin/sleep', '60'), 60, timed=False, dry_seconds=60)]\n"
+        "import signal, sys; from benchmarks import gpu_run as g\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        f"g.stages = lambda out, dry: [g.Stage{stage}]\n"
         f"sys.exit(g.main([{str(tmp_path)!r}, '--dry']))"
     )
     run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     while "=== one" not in run.stdout.readline():
         pass
-    time.sleep(0.5)
-    run.send_signal(signal.SIGTERM)
+    pid = int(run.stdout.readline())
+    run.send_signal(number)
     rest, _ = run.communicate(timeout=60)
     assert "ended from outside" in rest
     assert "=== results" in rest
+    assert run.returncode == 3
+    assert not Path(f"/proc/{pid}").exists()
+
+
+# Arguments, and stages that must run
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_must_run_and_did_not_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(gpu_run, "_KEPT", 1.0)
+    must = _shell("checks", "sleep 30" if stopped else "true", must=True)
+    assert _run(tmp_path, [must], monkeypatch, "7" if stopped else "3") == 1
+    outcome = json.loads((tmp_path / "out" / "stages.json").read_text())[0]
+    assert outcome["outcome"] == ("stopped" if stopped else "skipped")
+
+
+def test_checks_that_did_nothing_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def skip(where: gpu_device.Device) -> None:
+        raise gpu_check.Skip("too small")
+
+    for checks, seconds, code in (
+        ({"a": lambda where: None}, 0.0, 1),
+        ({"a": skip}, 60.0, 1),
+        ({"a": skip, "b": lambda where: None}, 60.0, 0),
+    ):
+        monkeypatch.setattr(gpu_check, "CHECKS", checks)
+        args = ["checks", "--out", str(tmp_path), "--dry", "--seconds", str(seconds)]
+        assert gpu_check.main(args) == code, (checks, seconds)
+    assert "checks: 1 skipped, 1 passed" in capsys.readouterr().out
+
+
+def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that is printed with exit code 2."""
+    with pytest.raises(SystemExit) as refused:
+        gpu_run.main(arguments)
+    assert refused.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_a_folder_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for out in (file, file / "below", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
+        assert "expected a folder that can be written" in _refused([str(out), "--dry"], capsys)
+    for name in ("decode_tuned.csv", "stages.json", "log.txt"):
+        (tmp_path / name[:3]).mkdir()
+        (tmp_path / name[:3] / name).write_text("old")
+        assert "results of another run" in _refused([str(tmp_path / name[:3]), "--dry"], capsys)
+        assert [path.name for path in (tmp_path / name[:3]).iterdir()] == [name]
+        assert (tmp_path / name[:3] / name).read_text() == "old"
+    assert _run(tmp_path, [_shell("one", "true")], monkeypatch) == 0
+    assert "another run" in _refused([str(tmp_path / "out"), "--dry"], capsys)
+
+
+@pytest.mark.parametrize("budget", ["0", "-5", "nan", "inf"])
+def test_a_budget_that_is_no_time_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str
+) -> None:
+    assert "expected seconds above 0" in _refused([str(tmp_path), "--dry", "--budget", budget], capsys)
+
+
+@pytest.mark.parametrize("only", ["zzz", "machine,zzz", "", "machine,"])
+def test_an_unknown_stage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str) -> None:
+    line = _refused([str(tmp_path / "out"), "--dry", "--only", only], capsys)
+    assert repr(only.rpartition(",")[2]) in line
+    assert "'conformance'" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_stages_are_chosen_by_their_first_words(tmp_path: Path) -> None:
+    planned = gpu_run.stages(tmp_path, dry=True)
+    chosen, problem = gpu_run._chosen(planned, "decode,tune")
+    assert [stage.name for stage in chosen] == ["decode, default", "tune", "decode, tuned"]
+    assert problem == ""
+
+
+def test_skipped_tests_are_not_passed_off_as_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [_shell("pytest", "echo 12 skipped in 0.1s"), _shell("one", "echo 5 skipped")]
+    monkeypatch.setattr(gpu_run, "_why_not", lambda stage: "")
+    assert _run(tmp_path, stages, monkeypatch) == 0
+    outcomes = json.loads((tmp_path / "out" / "stages.json").read_text())
+    assert [(o["outcome"], o["sentence"]) for o in outcomes] == [("ok", "12 skipped"), ("ok", "")]
+    assert "ok (12 skipped)" in gpu_rows.summary(tmp_path / "out")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("module", ["gpu_info", "gpu_check", "tune"])
+def test_without_a_gpu_there_is_one_sentence(tmp_path: Path, module: str) -> None:
+    what = ["checks"] if module == "gpu_check" else []
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *what, "--out", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "no GPU is visible to PyTorch, expected one; run on a machine with one, or with --dry"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_rate_is_no_zero(tmp_path: Path) -> None:
+    assert gpu_info.facts(gpu_device.Device(dry=True))["datasheet_gb_per_s"] == "unknown"
 
 
 def test_a_wrong_kernel_fails_the_conformance_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import tune, tune_spaces, tune_trials
 from benchmarks.gpu_device import Deadline, Device, Replay
 from benchmarks.gpu_precompile import Precompiler
-from sparsemlp.kernels import _configs
+from sparsemlp.kernels import _configs, gated_mlp
 
 KEYS = {
     "gated_mlp": [
@@ -41,6 +42,37 @@ def test_candidates(op: str) -> None:
         for config in found:
             assert config.keys() == default.keys()
             assert all(_configs._usable(name, v, default[name]) for name, v in config.items()), config
+
+
+@pytest.mark.parametrize("key", KEYS["gated_mlp"], ids=str)
+def test_a_candidate_can_be_launched_for_the_tokens_near_its_key_too(key: dict[str, Any]) -> None:
+    """An entry is also the nearest one for numbers of tokens that nothing was tuned for."""
+    (d, f), dtype = (key["d"], key["f"]), tune_spaces.DTYPES[key["dtype"]]
+    w, threshold = torch.empty(f, d, dtype=dtype, device="meta"), torch.empty((), device="meta")
+    for config in tune.candidates("gated_mlp", key):
+        for tokens in (1, 2, 3, 16):
+            x = torch.empty(tokens, d, dtype=dtype, device="meta")
+            with _configs.use("gated_mlp", config):
+                _, launches = gated_mlp.decode(x, w, w, w, threshold, *(None,) * 7, "silu", "gate")
+            for launch in launches:
+                constants = launch.constants
+                assert all(0 < n < 65536 for n in launch.grid[1:]), (config, tokens, launch.grid)
+                if constants.get("DOT"):
+                    sides = [
+                        constants[name] for name in ("BLOCK_D", "BLOCK_I", "BLOCK_T") if name in constants
+                    ]
+                    assert min(sides) >= 16, (config, tokens, constants)
+            if "DOT" in launches[1].constants and launches[1].constants["DOT"]:  # as tuned, not rounded up
+                assert launches[1].constants["BLOCK_I"] == config["block_i"], (config, tokens)
+
+
+def test_short_sides_are_tried_where_nothing_near_multiplies_with_them() -> None:
+    def found(dtype: str) -> set[int]:
+        key = {"tokens": 1, "d": 4096, "f": 14336, "dtype": dtype}
+        return {config["block_i"] for config in tune.candidates("gated_mlp", key)}
+
+    assert 8 in found("fp32")
+    assert min(found("bf16")) == 16
 
 
 def test_every_value_that_can_be_tuned_exists_and_every_operator_has_a_trial() -> None:

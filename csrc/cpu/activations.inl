@@ -110,7 +110,7 @@ inline Normal normal_f32(Lanes a) {
 
 // Comparisons are written so that NaN, for which each is false, falls through to p.
 inline Lanes relu_f32(Lanes p) { return select(p <= 0.f, Lanes{}, p); }
-inline Lanes step_f32(Lanes p, Lanes edge) { return select(p <= edge, Lanes{}, select(p > edge, splat(1.f), p)); }
+inline Lanes step_f32(Lanes p, Lanes edge) { return select(p <= edge, Lanes{}, select(p == p, splat(1.f), p)); }
 
 inline Lanes jsrelu_f32(Lanes p) {
     const Lanes q = relu_f32(p);

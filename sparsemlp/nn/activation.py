@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsemlp import activations
-from sparsemlp.ops.activation import activation
+from sparsemlp.ops.activation import OP, activation
 
 __all__ = ["Activation"]
 
@@ -29,7 +29,8 @@ class Activation(nn.Module):
         self, name: str, params: Sequence[float] | Tensor | None = None, backend: str = "auto"
     ) -> None:
         super().__init__()
-        names = activations.get(name).params
+        OP.check_backend(backend)
+        names = activations.get(name, "name").params
         values = None if params is None else torch.as_tensor(params, dtype=torch.float32).detach().clone()
         if (0 if values is None else values.numel()) != len(names) or (
             values is not None and values.dim() != 1

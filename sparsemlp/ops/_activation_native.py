@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native, activations
-from sparsemlp._layout import dense, laid_out_like
+from sparsemlp._layout import dense, float32_run, laid_out_like
 from sparsemlp._op import PLAIN_TENSORS, is_plain_eager
+from sparsemlp.reference.activation import check, check_bwd
 
 __all__ = ["backward", "counted", "direct", "forward"]
 
@@ -49,21 +50,20 @@ def direct(p: Tensor, params: Tensor | None, name: str) -> Tensor | None:
         return None
 
 
-def _float32(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.float().contiguous()
-
-
 def forward(p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """The operator's arguments in order."""
-    return _forward(dense(p), _float32(params), activations.IDS[name], _native.isa())
+    check(p, params, name)
+    return _forward(dense(p), float32_run(params), activations.IDS[name], _native.isa())
 
 
 def counted(p: Tensor, params: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """The same, and the counts."""
-    return _counted(dense(p), _float32(params), activations.IDS[name], _native.isa())
+    check(p, params, name)
+    return _counted(dense(p), float32_run(params), activations.IDS[name], _native.isa())
 
 
 def backward(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """The backward operator's arguments in order."""
+    check_bwd(grad, p, params, name)
     p = dense(p)
-    return _backward(laid_out_like(grad, p), p, _float32(params), activations.IDS[name], _native.isa())
+    return _backward(laid_out_like(grad, p), p, float32_run(params), activations.IDS[name], _native.isa())

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, _triton, activations
+from sparsemlp import _native, _reasons, _triton
 from sparsemlp._op import Backend, Op, differentiates, transformed
 from sparsemlp.ops import _activation_native as native
 from sparsemlp.reference import activation as reference
@@ -53,9 +53,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _derive(ctx: Any, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
     p, params = ctx.saved_tensors
-    if differentiates(grad, p):  # create_graph: the result will be differentiated again
+    if ctx.needs_input_grad[1]:
+        raise ValueError(
+            "params requires grad, expected one that does not: the operator has no derivative in params; "
+            "call sparsemlp.activation with backend='auto', or use params.detach()"
+        )
+    # create_graph: the result will be differentiated again; is_grads_batched: grad is many, without memory of its own
+    if differentiates(grad, p) or _batched(grad):
         return reference.differentiable_bwd(grad, p, params, ctx.name), None, None, None
     return BACKWARD(grad, p, params, ctx.name, backend=ctx.backend), None, None, None
+
+
+def _batched(grad: Tensor) -> bool:
+    """Whether the vmap of `torch.autograd.grad`, which is not the one of `torch.func`, sees this call."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 OP = Op(
@@ -159,21 +170,8 @@ def _check(p: Tensor, name: str, params: Tensor | None) -> None:
     if not isinstance(p, Tensor):
         raise ValueError(f"p is {type(p).__name__}, expected a tensor; convert it with torch.as_tensor")
     if p.dtype not in _DTYPES and p.dtype != torch.float64:
-        raise ValueError(f"p is {_dtype(p)}, expected float32, bfloat16, float16 or float64; convert it")
+        dtype = str(p.dtype).removeprefix("torch.")
+        raise ValueError(f"p is {dtype}, expected float32, bfloat16, float16 or float64; convert it")
     if p.layout != torch.strided:
         raise ValueError(f"p has layout {p.layout}, expected torch.strided; call p.to_dense()")
-    names = activations.get(name).params
-    if params is None and not names:
-        return
-    wanted = f"a float32 tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
-    if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
-        what = f"shape {tuple(params.shape)}" if isinstance(params, Tensor) else type(params).__name__
-        raise ValueError(f"params is {what}, expected {wanted} for activation {name!r}; pass that")
-    if params.dtype not in (torch.float32, torch.float64) or params.device != p.device:
-        raise ValueError(
-            f"params is {_dtype(params)} on {params.device}, expected float32 on p's device {p.device}; convert it"
-        )
-
-
-def _dtype(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
+    reference.check(p, params, name)

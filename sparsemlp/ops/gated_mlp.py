@@ -113,13 +113,14 @@ def gated_mlp(
             and a only for the kept ones; M-CountDown) or "product" (a·u, both computed, only w_down_t's rows skipped;
             D-CountDown). "up" and "product" have no compiled CPU kernel. "screen" is not built yet.
         input_threshold: not built yet.
-        backend: "auto", "native" (compiled CPU kernels) or "reference". An explicit one never falls back.
+        backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
+            back.
 
     Returns:
         (..., D) in x's dtype, contiguous.
 
     Gradients: where grad mode is on and an input requires grad, "auto" and "reference" compute a differentiable
-        PyTorch composition, whose derivative in the threshold and the token scale is 0; "native" raises.
+        PyTorch composition, whose derivative in the threshold and the token scale is 0; "native" and "triton" raise.
     Raises:
         ValueError: an argument of the wrong rank, size, dtype, device or stride, a negative or NaN threshold, or an
             unknown activation, indicator or backend; the message names it. The values of a threshold tensor are

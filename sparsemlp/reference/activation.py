@@ -8,7 +8,8 @@ from torch import Tensor
 from sparsemlp import activations
 
 __all__ = [
-    "activation", "activation_bwd", "activation_counts", "counts_of", "differentiable", "differentiable_bwd"
+    "activation", "activation_bwd", "activation_counts", "check", "check_bwd", "counts_of", "differentiable",
+    "differentiable_bwd",
 ]  # fmt: skip
 
 
@@ -23,8 +24,41 @@ def _fresh(result: Tensor, p: Tensor) -> Tensor:
     return torch.empty_like(p).copy_(result)
 
 
+def check(p: Tensor, params: Tensor | None, name: str) -> None:
+    """What every backend asks of the operator's arguments: a known row, and as many parameters as it has."""
+    names = activations.get(name, "name").params
+    if params is None and not names:
+        return
+    wanted = f"a float32 tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
+    if not isinstance(params, Tensor) or tuple(params.shape) != (len(names),) or not names:
+        what = f"shape {tuple(params.shape)}" if isinstance(params, Tensor) else type(params).__name__
+        raise ValueError(f"params is {what}, expected {wanted} for activation {name!r}; pass that")
+    if params.layout != torch.strided:
+        raise ValueError(f"params has layout {params.layout}, expected torch.strided; call params.to_dense()")
+    if params.dtype not in (torch.float32, torch.float64) or params.device != p.device:
+        raise ValueError(
+            f"params is {_dtype(params)} on {params.device}, expected float32 on p's device {p.device}; convert it"
+        )
+
+
+def check_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> None:
+    """`check`, and that grad is one for p."""
+    check(p, params, name)
+    if grad.shape != p.shape:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}, expected p's, {tuple(p.shape)}; expand it")
+    if grad.dtype != p.dtype or grad.device != p.device:
+        raise ValueError(
+            f"grad is {_dtype(grad)} on {grad.device}, expected p's {_dtype(p)} on {p.device}; convert it"
+        )
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
 def activation(p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """φ(p), rounded once to p's dtype."""
+    check(p, params, name)
     return _fresh(activations.apply(p, name, params), p)
 
 
@@ -42,6 +76,7 @@ def activation_counts(p: Tensor, params: Tensor | None, name: str) -> tuple[Tens
 
 def activation_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """grad · φ'(p), rounded once to p's dtype, and 0 where φ'(p) is 0, whatever grad is."""
+    check_bwd(grad, p, params, name)
     slope = activations.apply(_wide(p), name, params, derivative=True)
     product = torch.where(slope == 0, 0, _wide(grad) * slope)
     return _fresh(product.to(p.dtype), p)
