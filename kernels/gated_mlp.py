@@ -174,12 +174,12 @@ def decode(
     config = _configs.find("gated_mlp", x.device, key, default(tokens, d, f, x.dtype))
     use_dot = x.dtype != torch.float32 and tokens >= config["dot_from"]
     block_t = DECODE_TOKENS if use_dot else triton.next_power_of_2(tokens)
-    block_f, splits = config["block_f"], config["splits"]
+    least = 16 if use_dot else 1  # a side of tl.dot
+    block_f, splits = max(least, config["block_f"]), config["splits"]
     while -(-f // (block_f * splits)) > 1024:  # a split's segments are one tile
         block_f *= 2
     segments = -(-f // block_f)
     splits = max(1, min(splits, segments))
-    least = 16 if use_dot else 1  # a side of tl.dot
     block_d, down_block_d = (
         max(least, min(config[name], max(16, triton.next_power_of_2(d))))
         for name in ("block_d", "down_block_d")
