@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import gpus, shapes
-from benchmarks.gpu_proof import DTYPES, ROOT, Case, streams
+from benchmarks.gpu_cases import DTYPES, Case
+from benchmarks.gpu_proof import ROOT, streams
 from benchmarks.gpus import Gpu
 from benchmarks.report import write_atomic
 

@@ -4,54 +4,35 @@
     python -m benchmarks.gpu_proof --write      write the table anew; its diff shows what a change of a kernel did
     python -m benchmarks.gpu_proof --full       every activation, option, number of tokens and configuration
 
-A new operator is one entry of `PLANS` and one line of `DEFAULT`; its kernels have one each of `INTENDED`.
+`benchmarks/gpu_cases.py` lists what is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from benchmarks import gpus
+from benchmarks.gpu_cases import DEFAULT, Case, full
 
 if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
 
-__all__ = [
-    "DEFAULT",
-    "DTYPES",
-    "TABLE",
-    "Case",
-    "Row",
-    "compile_all",
-    "full",
-    "intended",
-    "read_table",
-    "streams",
-]
+__all__ = ["INTENDED", "ROOT", "TABLE", "Row", "compile_all", "intended", "read_table", "streams"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "compile_table.csv"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FAMILIES = ("jsrelu", "silu", "weird")
-"""An activation of the ReLU family, a smooth one, one with parameters."""
-OPTIONS = ("token_scale", "skipped_mean", "biases", "per_neuron")
-D, F = 4096, 14336
-ODD = 577, 1537
-"""Sizes at which no row but the first is aligned."""
 INTENDED = {
     "gated_mlp_fwd_select": 2,
     "gated_mlp_fwd_down": 3,
@@ -70,42 +51,6 @@ INTENDED = {
 _WEIGHTS = ("w_gate", "w_up", "w_down_t")
 _STREAMS = ("p", "grad", "pre", "up", "partial")
 """What is read most where a kernel reads no weights."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call: launches of the plan `plan`.
-
-    `options`: of `OPTIONS`, or "up" or "product"; `config`: (name, value) pairs over the default's.
-    """
-
-    plan: str
-    dtype: str
-    activation: str
-    tokens: int = 1
-    d: int = D
-    f: int = F
-    options: tuple[str, ...] = ()
-    config: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def name(self) -> str:
-        parts = [self.plan, f"t{self.tokens}"]
-        if (self.d, self.f) != (D, F):
-            parts.append(f"{self.d}x{self.f}")
-        return " ".join([*parts, *self.options, *(f"{k}={v}" for k, v in self.config)])
-
-    def launches(self) -> list[Launch]:
-        """From meta tensors: nothing is computed."""
-        from sparsemlp.kernels import _configs
-
-        if not self.config:
-            return PLANS[self.plan](self)
-        op, part = self.plan.split()
-        if op == "gated_mlp" and part != "decode":
-            op = "gated_mlp_prefill"
-        with _configs.use(op, dict(self.config)):
-            return PLANS[self.plan](self)
 
 
 @dataclass(frozen=True)
@@ -135,176 +80,6 @@ class Row:
 def intended(kernel: str, arch: str) -> int:
     """`INTENDED` on an architecture: with few KB of shared memory a CU holds one program of a pipelined `select`."""
     return 1 if (kernel, arch) == ("gated_mlp_fwd_select", "gfx942") else INTENDED[kernel]
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _params(activation: str) -> Tensor | None:
-    from sparsemlp import activations
-
-    count = len(activations.get(activation).params)
-    return _meta(count) if count else None
-
-
-def _arguments(case: Case) -> dict[str, Any]:
-    """The arguments of the gated MLP's launchers, by name."""
-    dtype, has = DTYPES[case.dtype], case.options.__contains__
-    d, f, biases, mean = case.d, case.f, has("biases"), has("skipped_mean")
-    return {
-        "x": _meta(case.tokens, d, dtype=dtype),
-        "w_gate": _meta(f, d, dtype=dtype),
-        "w_up": _meta(f, d, dtype=dtype),
-        "w_down_t": _meta(f, d, dtype=dtype),
-        "threshold": _meta(f) if has("per_neuron") else _meta(),
-        "token_scale": _meta(case.tokens) if has("token_scale") else None,
-        "skipped_mean": _meta(f) if mean else None,
-        "skipped_out": _meta(d) if mean else None,
-        "b_gate": _meta(f, dtype=dtype) if biases else None,
-        "b_up": _meta(f, dtype=dtype) if biases else None,
-        "b_down": _meta(d, dtype=dtype) if biases else None,
-        "activation_params": _params(case.activation),
-        "activation": case.activation,
-        "indicator": next(filter(has, ("up", "product")), "gate"),
-    }
-
-
-def _decode(case: Case) -> list[Launch]:
-    from sparsemlp.kernels import gated_mlp
-
-    return gated_mlp.decode(**_arguments(case))[1]
-
-
-def _sum(case: Case) -> list[Launch]:
-    from sparsemlp.kernels import _configs, gated_mlp
-
-    with _configs.use("gated_mlp", {"last_sums": False}):
-        return gated_mlp.decode(**_arguments(case))[1][2:]
-
-
-def _prefill(case: Case, part: str) -> list[Launch]:
-    from sparsemlp.kernels import _configs, gated_mlp_tiles
-    from sparsemlp.kernels import gated_mlp_prefill as prefill
-    from sparsemlp.kernels._gated_mlp_rule import Rule
-
-    a = _arguments(case)
-    rule = Rule(**{name: a[name] for name in Rule._fields})
-    dtype = DTYPES[case.dtype]
-    key = {"tokens": case.tokens, "d": case.d, "f": case.f, "dtype": case.dtype}
-    default = prefill.default(case.tokens, case.d, case.f, dtype)
-    config = _configs.find("gated_mlp_prefill", torch.device("meta"), key, default)
-    pre, out = _meta(case.tokens, case.f, dtype=dtype), _meta(case.tokens, case.d, dtype=dtype)
-    if part == "hidden":
-        return [prefill.hidden(pre, pre, rule, config)[1]]
-    if part == "repair":
-        return [
-            prefill.repair(pre, pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)
-        ]
-    flags, listed, counts, launches = gated_mlp_tiles.tile_list(pre, rule, config)
-    products = gated_mlp_tiles.tile_products(
-        a["x"], a["w_up"], a["w_down_t"], a["b_up"], a["b_down"], a["skipped_out"],
-        pre, flags, listed, counts, rule, config,
-    )  # fmt: skip
-    return [*launches, *products[2]]
-
-
-def _activation(case: Case, part: str) -> list[Launch]:
-    from sparsemlp.kernels import activation
-
-    p, params = _meta(case.tokens, case.f, dtype=DTYPES[case.dtype]), _params(case.activation)
-    if part == "backward":
-        return activation.backward_launches(p, p, params, case.activation)[-1]
-    return activation.forward_launches(p, params, case.activation, counts=part == "counted")[-1]
-
-
-PLANS: dict[str, Callable[[Case], list[Launch]]] = {
-    "gated_mlp decode": _decode,
-    "gated_mlp sum": _sum,
-    "gated_mlp hidden": lambda case: _prefill(case, "hidden"),
-    "gated_mlp repair": lambda case: _prefill(case, "repair"),
-    "gated_mlp tiles": lambda case: _prefill(case, "tiles"),
-    "activation forward": lambda case: _activation(case, "forward"),
-    "activation counted": lambda case: _activation(case, "counted"),
-    "activation backward": lambda case: _activation(case, "backward"),
-}
-"""A case's launches, by name."""
-
-
-def _cases(plan: str, dtypes: Iterable[str], names: Iterable[str], **sizes: Any) -> tuple[Case, ...]:
-    return tuple(Case(plan, dtype, name, **sizes) for dtype, name in itertools.product(dtypes, names))
-
-
-DEFAULT: tuple[Case, ...] = (
-    *_cases("gated_mlp decode", DTYPES, FAMILIES),
-    *_cases("gated_mlp decode", ("bf16", "fp32"), ("silu",), tokens=8),
-    *_cases("gated_mlp decode", ("fp16",), ("silu",), tokens=16),
-    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("up",)),
-    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("product",)),
-    *_cases("gated_mlp hidden", ("bf16",), FAMILIES, tokens=512),
-    *_cases("gated_mlp sum", ("bf16",), ("silu",), tokens=8),
-    *_cases("gated_mlp repair", ("bf16",), ("silu",), tokens=512),
-    *_cases("gated_mlp tiles", ("bf16",), ("silu",), tokens=512),
-    *_cases("activation forward", DTYPES, FAMILIES, tokens=512),
-    *_cases("activation backward", DTYPES, FAMILIES, tokens=512),
-    *_cases("activation counted", ("bf16",), ("jsrelu",), tokens=512),
-)
-"""What `make test` compiles, in the default configuration."""
-
-
-def full() -> Iterator[Case]:
-    """The matrix of `make test-full`, beside `DEFAULT`."""
-    from sparsemlp import activations
-
-    names = [*activations.ACTIVATIONS]
-    for plan, tokens in (("gated_mlp decode", 1), ("gated_mlp hidden", 512), ("activation backward", 512)):
-        yield from _cases(plan, ("bf16",), names, tokens=tokens)
-    yield from _cases("activation counted", DTYPES, names, tokens=512)
-    for tokens in (1, 2, 4, 5, 16):
-        yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=OPTIONS)
-    for plan in ("gated_mlp hidden", "gated_mlp tiles"):
-        yield Case(plan, "fp32", "silu", 512)
-    for tokens in (1, 8):
-        yield from _cases("gated_mlp sum", DTYPES, ("silu",), tokens=tokens, options=OPTIONS)
-    for tokens, option in itertools.product((1, 8), OPTIONS):
-        yield Case("gated_mlp decode", "bf16", "silu", tokens, options=(option,))
-    plans = (
-        ("decode", DTYPES, 1),
-        ("decode", DTYPES, 8),
-        ("hidden", ("bf16",), 512),
-        ("repair", ("bf16",), 512),
-    )
-    for indicator, (plan, dtypes, tokens) in itertools.product(("up", "product"), plans):
-        options = (*OPTIONS, indicator)
-        yield from _cases(f"gated_mlp {plan}", dtypes, ("weird",), tokens=tokens, options=options)
-    for plan in ("gated_mlp hidden", "gated_mlp repair", "gated_mlp tiles"):
-        yield from _cases(plan, DTYPES, ("weird",), tokens=512, options=OPTIONS)
-    for tokens, dtype in itertools.product((1, 8), DTYPES):
-        yield Case("gated_mlp decode", dtype, "silu", tokens, 8192, 28672)
-        yield Case("gated_mlp decode", dtype, "silu", tokens, *ODD)
-    yield Case("gated_mlp tiles", "bf16", "silu", 77, *ODD)
-    yield Case("activation forward", "bf16", "silu", 3, *ODD)
-    yield from _configured()
-
-
-def _configured() -> Iterator[Case]:
-    """Every configuration that is committed, or that the tuner tries first."""
-    from benchmarks.tune_spaces import SPACES, candidates
-    from sparsemlp.kernels import _configs
-
-    plans = {"gated_mlp": "gated_mlp decode", "gated_mlp_prefill": "gated_mlp tiles"}
-    found = []
-    for op in plans:
-        for file in sorted(_configs.FOLDER.glob(f"{op}/*.json")):
-            entries = json.loads(file.read_text(encoding="utf-8"))["entries"]
-            found += [(op, entry["key"], entry["config"]) for entry in entries]
-        for tokens in (1, 8) if op == "gated_mlp" else (512,):
-            key = {"tokens": tokens, "d": D, "f": F, "dtype": "bf16"}
-            found += [(op, key, config) for config in candidates(op, key)]
-    for op, key, config in found:
-        default = SPACES[op].default(key)
-        changed = tuple((name, value) for name, value in config.items() if default.get(name) != value)
-        yield Case(plans[op], key["dtype"], "silu", key["tokens"], key["d"], key["f"], config=changed)
 
 
 def _jobs(cases: Iterable[Case]) -> list[tuple[Case, Launch, str]]:

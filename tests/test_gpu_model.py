@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks import gpu_model, gpus, shapes
-from benchmarks.gpu_proof import DTYPES, ROOT, Case
+from benchmarks.gpu_cases import DTYPES, Case
+from benchmarks.gpu_proof import ROOT
 
 SHAPE = shapes.Shape("small", 96, 640, "relu")
 
