@@ -159,8 +159,9 @@ def predict(
     gpu: Gpu, shape: shapes.Shape, dtype: str, tokens: int, sparsity: float, residency: Residency
 ) -> Prediction:
     """One line."""
-    case = Case("gated_mlp decode", dtype, shape.activation, tokens, shape.d, shape.f)
-    select, down = case.launches()
+    config = (("last_sums", False),) if gpu.backend == "hip" else ()
+    case = Case("gated_mlp decode", dtype, shape.activation, tokens, shape.d, shape.f, config=config)
+    select, down, *add = case.launches()
     share = union(1 - sparsity, tokens)
     wanted = share * shape.f
     size = DTYPES[dtype].itemsize
@@ -170,12 +171,14 @@ def predict(
         tile = _tile_bytes(launch, size)
         resident, ahead = residency(launch, gpu, tile)
         seconds += gpu.launch_gap + _seconds(gpu, moved, math.prod(launch.grid), resident, ahead * tile)
+    if add:  # reads partial sums from the L2; counted as traffic of the down launch
+        seconds += gpu.launch_gap + gpu.latency
     bound = minimum_bytes(shape.d, shape.f, size, tokens, wanted) / gpu.memory_bandwidth
     dense = minimum_bytes(shape.d, shape.f, size, tokens, shape.f)
     dense_seconds = dense / (gpu.memory_bandwidth * gpu.read_share) + 3 * (gpu.launch_gap + gpu.latency)
     return Prediction(
         gpu.name, shape.name, dtype, tokens, sparsity, share,
-        sum(w.memory for w in work) / 1e6, sum(w.l2 for w in work) / 1e6, len(work),
+        sum(w.memory for w in work) / 1e6, sum(w.l2 for w in work) / 1e6, len(work) + len(add),
         seconds * 1e6, bound * 1e6, bound / seconds, dense_seconds / seconds,
     )  # fmt: skip
 
