@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sparsemlp
-from sparsemlp import activations
+from sparsemlp import _triton, activations
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import BUILT, backends, decided_from
@@ -46,9 +49,19 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-@EVERY_BACKEND
-@EVERY_DTYPE
-@pytest.mark.parametrize("case", CASES, ids=str)
+def _every_case() -> Iterator[Any]:
+    """Every case × dtype × backend; in Triton's interpreter, which is slow, each case in one dtype of three in turn,
+    the rest in `make test-full`."""
+    for param in backends(OP):
+        backend = param.values[0]
+        for (i, case), (j, dtype) in itertools.product(enumerate(CASES), enumerate(DTYPES)):
+            later = backend == "triton" and _triton.interpreting() and (i + j) % len(DTYPES) != 0
+            marks = [*param.marks, *([pytest.mark.slow] if later else [])]
+            name = f"{case}-{str(dtype).removeprefix('torch.')}-{backend}"
+            yield pytest.param(case, dtype, backend, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), _every_case())
 def test_output(case: Case, dtype: torch.dtype, backend: str) -> None:
     check(build(case, dtype), backend)
 
