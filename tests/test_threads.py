@@ -13,12 +13,19 @@ import pytest
 import torch
 
 import sparsemlp
+from sparsemlp import _triton
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import backends, decided_from
 from tests.cases import DTYPES, Case, Sample, Truth, build
 
-EVERY_BACKEND = pytest.mark.parametrize("backend", backends(OP))
+INTERPRETED = pytest.mark.skipif(
+    _triton.interpreting(),
+    reason="Triton's interpreter runs one launch at a time in a process and knows nothing of PyTorch's threads",
+)
+EVERY_BACKEND = pytest.mark.parametrize("backend", [
+    pytest.param(*p.values, marks=[*p.marks, INTERPRETED]) if p.values == ("triton",) else p for p in backends(OP)
+])  # fmt: skip
 NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 
