@@ -69,7 +69,7 @@ def measure(name: str, dtype: torch.dtype, shape: tuple[int, ...], rounds: int, 
                 run(f, p, grad)
 
         timed = [
-            Timed(label, lambda: None, lambda _, f=f, run=run, n=calls: sweep(f, run, n), calls)  # type: ignore[misc]
+            Timed(label, lambda: None, lambda _, f=f, run=run, n=calls: sweep(f, run, n), calls)
             for label, f in functions.items()
         ]
         samples = interleave(timed, rounds)
@@ -96,7 +96,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if not arguments.no_gate:
-        check("activation", Conformance("tests/test_conformance_activation.py", "native or triton"))
+        timed = "triton" if torch.cuda.is_available() else "native"
+        check("activation", Conformance("tests/test_conformance_activation.py", timed))
     print(machine())
     for name in arguments.name:
         for dtype in arguments.dtype:

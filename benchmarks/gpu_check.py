@@ -53,7 +53,7 @@ def _part(where: Device, args: argparse.Namespace, deadline: Deadline) -> dict[s
             break
         try:
             case()
-        except Exception as error:
+        except Exception as error:  # whatever a kernel did, the other cases are to be tried
             name = getattr(case, "name", repr(case))
             failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if not isinstance(error, AssertionError) and "CUDA error" in str(error):
@@ -111,7 +111,7 @@ def _checks(where: Device, args: argparse.Namespace, deadline: Deadline) -> int:
             results[name] = "passed"
         except Skip as reason:
             results[name] = f"skipped: {reason}"
-        except Exception as error:
+        except Exception as error:  # likewise the other checks
             results[name] = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             traceback.print_exc()
         where.free()

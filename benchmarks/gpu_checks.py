@@ -17,6 +17,10 @@ from torch import Tensor
 import sparsemlp
 from benchmarks.gpu_device import Device
 from sparsemlp.kernels import _configs
+from sparsemlp.testing import assert_within_budget
+from tests.backends import decided_from
+from tests.cases import Sample
+from tests.truth import Truth
 
 __all__ = ["CHECKS", "Skip"]
 
@@ -188,11 +192,15 @@ def offsets_of_rows(where: Device) -> None:
         x = torch.randn(tokens, d, device=where.torch_device).to(dtype)
         threshold = torch.full((), 0.3, device=where.torch_device)
         run = functools.partial(sparsemlp.gated_mlp, threshold=threshold, backend="triton")
-        far, near = run(x, *views), run(x, *(view.contiguous() for view in views))
-        close = torch.allclose(far.float(), near.float(), atol=0.02, rtol=0.02)
-        assert _same_bits(far, near) or (tokens > 16 and close), (
-            f"T = {tokens}: rows far apart give another result"
-        )
+        weights = [view.contiguous() for view in views]
+        far, near = run(x, *views), run(x, *weights)
+        if tokens > 16:  # the GEMM may choose another order of additions for other strides
+            sample = Sample(x.cpu(), *(w.cpu() for w in weights), "silu", threshold.cpu())
+            truth = Truth(sample)
+            flips = truth.flips(decided_from("triton", tokens, dtype))
+            assert_within_budget(far.cpu(), truth.peers(), truth.out, flips=flips)
+        else:
+            assert _same_bits(far, near), f"T = {tokens}: rows far apart give another result"
         del buffer, views
         where.free()
 

@@ -323,7 +323,7 @@ def _one(
     rounds = 1 if where.dry else args.rounds
     case = _Case(shape, tokens, sparsities, args.what, args.label, mode, rounds)
     rows = measure(where, case, work, rates, deadline)
-    gpu_rows.append(path, rows)  # type: ignore[arg-type]
+    gpu_rows.append(path, rows)
     print(gpu_rows.table(rows), flush=True)
 
 

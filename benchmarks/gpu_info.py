@@ -79,7 +79,7 @@ def _first_kernel(where: Device) -> str:
     try:
         out = sparsemlp.activation(p, "relu", backend="triton")
         where.synchronize()
-    except Exception as error:
+    except Exception as error:  # no compiler, no driver, an unknown GPU: Triton has no one error for it
         text = " ".join(str(error).split())[:300]
         hint = "; install gcc" if "compiler" in text.lower() or "gcc" in text.lower() else ""
         return f"no Triton kernel can be launched here ({type(error).__name__}: {text}){hint}"

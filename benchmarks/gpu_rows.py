@@ -85,7 +85,7 @@ def read(path: Path) -> list[Row]:
     return [
         Row(**{
             k: v if k in _TEXT else int(v) if k in whole else float(v) if v else None for k, v in line.items()
-        })  # type: ignore[arg-type]
+        })
         for line in lines
     ]  # fmt: skip
 

@@ -149,7 +149,7 @@ class Run:
     def __init__(self, out: Path, work: Path, budget: float, dry: bool) -> None:
         self.out, self.work, self.dry = out, work, dry
         self.end = time.monotonic() + budget
-        self.log: IO[str] = open(out / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+        self.log: IO[str] = open(out / "log.txt", "a", encoding="utf-8")  # noqa: SIM115  # open as long as the run
         self.outcomes: list[Outcome] = []
         self.child: subprocess.Popen[str] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class GatedMlpTrial:
     """Few tokens: the two launches at 50 % and 90 % sparsity, in graphs, with fresh masks."""
 
     sparsities: tuple[float, ...] = _SPARSITIES
-    _shared: dict[tuple[int, int, str], GatedMlp] = {}  # noqa: RUF012  # the weights of the last sizes
+    _shared: ClassVar[dict[tuple[int, int, str], GatedMlp]] = {}  # the weights of the last sizes
 
     def __init__(self, where: Device, key: Key) -> None:
         self.where, self.key = where, key

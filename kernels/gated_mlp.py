@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemlp import activations
+from sparsemlp._layout import float32_run, in_memory
 from sparsemlp.kernels import _activations, _configs, gated_mlp_prefill
 from sparsemlp.kernels._gated_mlp_down import _gated_mlp_fwd_down_kernel, _gated_mlp_fwd_sum_kernel
 from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run, upcast_dot
@@ -241,11 +242,6 @@ def decode(
     return out, [select, down, add]
 
 
-def _float32(t: Tensor | None) -> Tensor | None:
-    """A float32 argument as the kernels read it: contiguous, and what it says."""
-    return None if t is None else t.float().contiguous().resolve_neg()
-
-
 def forward(
     x: Tensor,
     w_gate: Tensor,
@@ -271,21 +267,18 @@ def forward(
     indicator: str,
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
-    x, w_gate, w_up, w_down_t = (t.resolve_neg() for t in (x, w_gate, w_up, w_down_t))
+    x, w_gate, w_up, w_down_t = (in_memory(t) for t in (x, w_gate, w_up, w_down_t))
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
     if 0 in x.shape:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    b_gate, b_up, b_down = (
-        None if b is None else b.contiguous().resolve_neg() for b in (b_gate, b_up, b_down)
-    )
-    plan = decode if x.shape[0] <= DECODE_TOKENS else gated_mlp_prefill.prefill
+    b_gate, b_up, b_down = (None if b is None else in_memory(b).contiguous() for b in (b_gate, b_up, b_down))
     args = (
-        x, w_gate, w_up, w_down_t, _float32(threshold), _float32(token_scale), _float32(skipped_mean),
-        _float32(skipped_out), b_gate, b_up, b_down, _float32(activation_params), activation, indicator,
+        x, w_gate, w_up, w_down_t, float32_run(threshold), float32_run(token_scale), float32_run(skipped_mean),
+        float32_run(skipped_out), b_gate, b_up, b_down, float32_run(activation_params), activation, indicator,
     )  # fmt: skip
-    if plan is decode:
-        out, launches = decode(*args)
-        run(launches)
-        return out
-    return gated_mlp_prefill.prefill(*args)
+    if x.shape[0] > DECODE_TOKENS:
+        return gated_mlp_prefill.prefill(*args)
+    out, launches = decode(*args)
+    run(launches)
+    return out

@@ -21,6 +21,7 @@ from sparsemlp.kernels import _configs
 from sparsemlp.kernels._gated_mlp_rule import Rule, active_entries
 from sparsemlp.kernels._launch import DTYPE_NAMES, Launch, run
 from sparsemlp.kernels.gated_mlp_tiles import tile_list, tile_products
+from sparsemlp.reference.gated_mlp import gemm_bias
 
 __all__ = ["default", "hidden", "prefill", "repair"]
 
@@ -128,13 +129,6 @@ def repair(
     )  # fmt: skip
 
 
-def _constant(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to every token's output, as the GEMM's bias."""
-    if skipped_out is None:
-        return b_down
-    return (skipped_out if b_down is None else skipped_out + b_down.float()).to(dtype)
-
-
 def prefill(
     x: Tensor,
     w_gate: Tensor,
@@ -170,6 +164,6 @@ def prefill(
     up = F.linear(x, w_up, b_up)
     h, launch = hidden(pre, up, rule, config)
     run([launch])
-    out = F.linear(h, w_down_t.t(), _constant(b_down, skipped_out, x.dtype))
+    out = F.linear(h, w_down_t.t(), gemm_bias(b_down, skipped_out, x.dtype))
     run([repair(pre, up, h, w_down_t, b_down, skipped_out, out, rule, config)])
     return out

@@ -221,7 +221,8 @@ class SparseGatedMLP(nn.Module):
 
     def _fusable(self) -> bool:
         """Whether no child would be bypassed and the down weight lies neuron by neuron; ≈ 1 µs."""
-        members, children, plain = self._members, self._modules, dense_gated_mlp.is_plain
+        members, plain = self._members, dense_gated_mlp.is_plain
+        children: dict[str, Any] = self._modules
         down = children[members.down]
         if not (
             plain(children[members.gate]) and (members.merged or plain(children[members.up])) and plain(down)
@@ -241,21 +242,22 @@ class SparseGatedMLP(nn.Module):
                 )
             ):
                 return False
-        return _is_neuron_major(down._parameters["weight"]) and all(  # type: ignore[union-attr, arg-type]
-            _has_rows(children[name]._parameters["weight"])  # type: ignore[union-attr, arg-type]
+        return _is_neuron_major(down._parameters["weight"]) and all(
+            _has_rows(children[name]._parameters["weight"])
             for name in members.linears
             if name != members.down
         )
 
     def _why_dense(self) -> str | None:
         """`_fusable`'s reasons in words, or None."""
-        members, children = self._members, self._modules
+        members = self._members
+        children: dict[str, Any] = self._modules
         for name in members.linears:
             reason = dense_gated_mlp.obstacle(children[name])
             if reason is not None:
                 return f"{name} {reason}"
-            weight = children[name]._parameters["weight"]  # type: ignore[union-attr]
-            if name != members.down and not _has_rows(weight):  # type: ignore[arg-type]
+            weight = children[name]._parameters["weight"]
+            if name != members.down and not _has_rows(weight):
                 return f"{name}.weight is not stored row by row (make it contiguous)"
         if members.act is not None:
             act = children.get(members.act)

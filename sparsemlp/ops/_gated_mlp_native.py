@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import _native, activations
+from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
+from sparsemlp.reference.gated_mlp import gemm_bias
 
 __all__ = ["CHUNK", "MAX_FUSED_TOKENS", "direct", "forward"]
 
@@ -90,13 +92,6 @@ def direct(
         return None
 
 
-def _dense32(t: Tensor | None) -> Tensor | None:
-    """A float32 argument as the kernel reads it: contiguous."""
-    if t is None or (t.dtype is torch.float32 and t.is_contiguous()):
-        return t
-    return t.float().contiguous()
-
-
 def forward(
     x: Tensor,
     w_gate: Tensor,
@@ -123,8 +118,12 @@ def forward(
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
     act, isa = activations.IDS[activation], _native.isa()
-    limit, params = _dense32(threshold), _dense32(activation_params)
-    mean, token_scale, skipped_out = _dense32(skipped_mean), _dense32(token_scale), _dense32(skipped_out)
+    limit, params = float32_run(threshold), float32_run(activation_params)
+    mean, token_scale, skipped_out = (
+        float32_run(skipped_mean),
+        float32_run(token_scale),
+        float32_run(skipped_out),
+    )
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
     b_gate, b_up, b_down = (None if b is None else b.contiguous() for b in (b_gate, b_up, b_down))
@@ -154,7 +153,7 @@ def forward(
         return torch.cat([fused(part, scale) for part, scale in zip(x.split(CHUNK), scales, strict=True)])
     pre, up = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
     h = _hidden(pre, up, limit, token_scale, mean, params, act, isa)
-    out = F.linear(h, w_down_t.t(), _sum(b_down, skipped_out, x.dtype))
+    out = F.linear(h, w_down_t.t(), gemm_bias(b_down, skipped_out, x.dtype))
     bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
     # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is the
     # latter; their sum is not finite where one of them is not.
@@ -163,10 +162,3 @@ def forward(
         for i in bad.nonzero().flatten().tolist():
             out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
     return out
-
-
-def _sum(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if skipped_out is None:
-        return b_down
-    total = skipped_out if b_down is None else skipped_out + b_down.float()
-    return total.to(dtype)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from sparsemlp import activations
 
-__all__ = ["differentiable", "gated_mlp", "hidden", "skipped_out"]
+__all__ = ["differentiable", "gated_mlp", "gemm_bias", "hidden", "skipped_out"]
 
 _CHUNK = 1024
 """Neurons widened at a time in `skipped_out`: no wide copy of a half-precision weight."""
@@ -90,6 +90,13 @@ def _add(out: Tensor, b_down: Tensor | None, skipped_out: Tensor | None) -> Tens
     if skipped_out is not None:
         wide = wide + skipped_out.to(wide.dtype)
     return wide.to(out.dtype)
+
+
+def gemm_bias(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to every token's output, as one bias of the down projection's GEMM in the backends that use one."""
+    if skipped_out is None:
+        return b_down
+    return (skipped_out if b_down is None else skipped_out + b_down.float()).to(dtype)
 
 
 def _unread(out: Tensor, h: Tensor, active: Tensor, w_down_t: Tensor) -> Tensor:
