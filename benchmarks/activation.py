@@ -97,7 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.no_gate:
         timed = "triton" if torch.cuda.is_available() else "native"
-        check("activation", Conformance("tests/test_conformance_activation.py", timed))
+        check("activation", Conformance(("tests/test_conformance_activation.py",), timed))
     print(machine())
     for name in arguments.name:
         for dtype in arguments.dtype:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -12,21 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.timing import Timed, interleave
+from benchmarks.timing import Timed, trial
 
 __all__ = ["SETTINGS", "Compiled", "compile_dense"]
 
-_MAX_FROZEN = 64
 _QUIET = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
 
 Weights = tuple[Tensor, ...]
+Sweep = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled dense MLP: `call(layer, x)`, the setting that won, seconds of compilation of each setting tried."""
+    """Compiled dense layers.
 
-    call: Callable[[int, Tensor], Tensor]
+    `sweep(xs)` calls every layer once; `setting` is the one that won; `seconds` the compilation of each that was tried.
+    """
+
+    sweep: Sweep
     setting: str
     seconds: dict[str, float]
 
@@ -39,34 +40,38 @@ SETTINGS: dict[str, dict[str, bool]] = {
 }
 
 
-def _frozen_module(index: int, dense: Callable[..., Tensor], weights: Weights) -> nn.Module:
-    """A module of its own class and code object: Dynamo counts recompilations by code object and stops at eight."""
+class _Walk(nn.Module):
+    """All layers in one graph, as they are in a compiled model.
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return dense(x, self.w0, self.w1, self.w2)
+    A module for every layer would pay Dynamo's guards on every call, and takes five times as long to compile.
+    """
 
-    code = forward.__code__.replace(co_name=f"dense_{index}")
-    own = types.FunctionType(code, globals(), f"dense_{index}", None, forward.__closure__)
-    module: nn.Module = type(f"Dense{index}", (nn.Module,), {"forward": own})()
-    for i, w in enumerate(weights):
-        module.register_parameter(f"w{i}", nn.Parameter(w, requires_grad=False))
-    return module
+    def __init__(self, dense: Callable[..., Tensor], layers: Sequence[Weights]) -> None:
+        super().__init__()
+        self.dense = dense
+        for i, weights in enumerate(layers):
+            for j, w in enumerate(weights):
+                self.register_parameter(f"w{i}_{j}", nn.Parameter(w, requires_grad=False))
+        self.count = len(layers[0])
+
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        names = range(self.count)
+        return [self.dense(x, *[getattr(self, f"w{i}_{j}") for j in names]) for i, x in enumerate(xs)]
 
 
 def _build(
     setting: dict[str, bool], dense: Callable[..., Tensor], layers: Sequence[Weights], xs: list[Tensor]
-) -> Callable[[int, Tensor], Tensor]:
+) -> Sweep:
     with ExitStack() as stack:
         patch: AbstractContextManager = torch._inductor.config.patch({**_QUIET, **setting})
         stack.enter_context(patch)
-        if not setting.get("freezing"):
-            one = torch.compile(dense, dynamic=False)
-            one(xs[0], *layers[0])
-            return lambda i, x: one(x, *layers[i])
-        many = [torch.compile(_frozen_module(i, dense, w), dynamic=False) for i, w in enumerate(layers)]
-        for module, x in zip(many, xs, strict=True):
-            module(x)
-        return lambda i, x: many[i](x)
+        if setting.get("freezing"):
+            walk = torch.compile(_Walk(dense, layers), dynamic=False)
+            walk(xs)
+            return walk
+        one = torch.compile(dense, dynamic=False)
+        one(xs[0], *layers[0])
+        return lambda xs: [one(x, *weights) for x, weights in zip(xs, layers, strict=True)]
 
 
 def compile_dense(
@@ -75,7 +80,7 @@ def compile_dense(
     fresh: Callable[[], list[Tensor]],
     settings: dict[str, dict[str, bool]] | None = None,
 ) -> Compiled:
-    """Compiles the dense MLP at each setting and keeps the fastest, by a short interleaved trial.
+    """Compiles the dense layers at each setting and keeps the fastest, by a short interleaved trial.
 
     Args:
         dense: dense(x, *weights), the function to compile.
@@ -86,31 +91,21 @@ def compile_dense(
     Raises:
         RuntimeError: no setting compiles (for example no C++ compiler); one sentence.
     """
-    calls: dict[str, Callable[[int, Tensor], Tensor]] = {}
+    sweeps: dict[str, Sweep] = {}
     seconds: dict[str, float] = {}
     problem = ""
     for name, setting in (SETTINGS if settings is None else settings).items():
-        if setting.get("freezing") and len(layers) > _MAX_FROZEN:  # one compilation a layer
-            continue
         start = time.perf_counter()
         try:
-            calls[name] = _build(setting, dense, layers, fresh())
+            sweeps[name] = _build(setting, dense, layers, fresh())
         except Exception as error:  # the compiler raises whatever its back end raises
             problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             continue
         seconds[name] = time.perf_counter() - start
-    if not calls:
+    if not sweeps:
         raise RuntimeError(f"torch.compile is left out because no setting compiled here ({problem})")
-
-    def timed(name: str) -> Timed:
-        def sweep(xs: list[Tensor]) -> None:
-            for i, x in enumerate(xs):
-                calls[name](i, x)
-
-        return Timed(name, fresh, sweep, len(layers))
-
-    best = next(iter(calls))
-    if len(calls) > 1:
-        trial = interleave([timed(name) for name in calls], rounds=5)
-        best = min(trial, key=lambda name: statistics.median(trial[name]))
-    return Compiled(calls[best], best, seconds)
+    best = next(iter(sweeps))
+    if len(sweeps) > 1:
+        tried = trial([Timed(name, fresh, sweep, len(layers)) for name, sweep in sweeps.items()])
+        best = min(tried, key=lambda name: tried[name])
+    return Compiled(sweeps[best], best, seconds)

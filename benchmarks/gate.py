@@ -18,9 +18,9 @@ class GateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Conformance:
-    """Which tests an operator must pass: a file (relative to the repository root) and a `-k` expression."""
+    """Which tests an operator must pass: files (relative to the repository root) and a `-k` expression."""
 
-    path: str
+    paths: tuple[str, ...]
     select: str
 
 
@@ -34,8 +34,8 @@ def check(operator: str, tests: Conformance, timeout_s: float = 1800) -> str:
     Raises:
         GateError: a test failed, none was found, or they did not end; one sentence.
     """
-    command = [sys.executable, "-m", "pytest", tests.path, "-k", tests.select]
-    spelled = f"python -m pytest {tests.path} -k {tests.select!r}"
+    command = [sys.executable, "-m", "pytest", *tests.paths, "-k", tests.select]
+    spelled = f"python -m pytest {' '.join(tests.paths)} -k {tests.select!r}"
     try:
         done = subprocess.run(
             [*command, "-q", "-x", "--no-header", "-p", "no:cacheprovider"],

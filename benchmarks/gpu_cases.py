@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
+    from sparsemlp.kernels._rule import Rule
 
 __all__ = ["DEFAULT", "DTYPES", "FAMILIES", "ODD", "PLANS", "Case", "full"]
 
@@ -32,7 +33,8 @@ ODD = 577, 1537
 class Case:
     """A call: launches of the plan `plan`.
 
-    `options`: of `OPTIONS`, or "up" or "product"; `config`: (name, value) pairs over the default's.
+    `options`: of `OPTIONS`, or "up" or "product", or "input" (input sparsity of the gate); `config`: (name, value)
+    pairs over the default's. For `sparse_linear` f is the columns N and d the channels K.
     """
 
     plan: str
@@ -58,8 +60,8 @@ class Case:
         if not self.config:
             return PLANS[self.plan](self)
         op, part = self.plan.split()
-        if op == "gated_mlp" and part != "decode":
-            op = "gated_mlp_prefill"
+        if op != "activation" and part != "decode":
+            op = f"{op}_prefill"
         with _configs.use(op, dict(self.config)):
             return PLANS[self.plan](self)
 
@@ -81,10 +83,11 @@ def _arguments(case: Case) -> dict[str, Any]:
     d, f, biases, mean = case.d, case.f, has("biases"), has("skipped_mean")
     return {
         "x": _meta(case.tokens, d, dtype=dtype),
-        "w_gate": _meta(f, d, dtype=dtype),
+        "w_gate": _meta(d, f, dtype=dtype).t() if has("input") else _meta(f, d, dtype=dtype),
         "w_up": _meta(f, d, dtype=dtype),
         "w_down_t": _meta(f, d, dtype=dtype),
         "threshold": _meta(f) if has("per_neuron") else _meta(),
+        "input_threshold": (_meta(d) if has("per_neuron") else _meta()) if has("input") else None,
         "token_scale": _meta(case.tokens) if has("token_scale") else None,
         "skipped_mean": _meta(f) if mean else None,
         "skipped_out": _meta(d) if mean else None,
@@ -110,23 +113,75 @@ def _sum(case: Case) -> list[Launch]:
         return gated_mlp.decode(**_arguments(case))[1][2:]
 
 
-def _prefill(case: Case, part: str) -> list[Launch]:
-    from sparsemlp.kernels import _configs, gated_mlp_tiles
-    from sparsemlp.kernels import gated_mlp_prefill as prefill
-    from sparsemlp.kernels._gated_mlp_rule import Rule
+def _rule(case: Case, indicator: str | None = None) -> Rule:
+    from sparsemlp.kernels._rule import Rule
 
     a = _arguments(case)
     rule = Rule(**{name: a[name] for name in Rule._fields})
-    dtype = DTYPES[case.dtype]
+    return rule if indicator is None else rule._replace(indicator=indicator)
+
+
+def _mlp(case: Case) -> list[Launch]:
+    from sparsemlp.kernels import mlp
+
+    a = _arguments(case)
+    args = (
+        a["x"],
+        a["w_gate"],
+        a["w_down_t"],
+        _rule(case, "ungated"),
+        a["skipped_out"],
+        a["b_gate"],
+        a["b_down"],
+    )
+    return mlp.decode(*args)[1]
+
+
+def _sparse_linear(case: Case) -> list[Launch]:
+    from sparsemlp.kernels import _channels
+
+    dtype, has = DTYPES[case.dtype], case.options.__contains__
+    return _channels.few(
+        _meta(case.tokens, case.d, dtype=dtype),
+        _meta(case.d, case.f, dtype=dtype),
+        _meta(case.d) if has("per_neuron") else _meta(),
+        _meta(case.tokens) if has("token_scale") else None,
+        _meta(case.f, dtype=dtype) if has("biases") else None,
+        dtype,
+    )[1]
+
+
+def _masked(case: Case, part: str) -> list[Launch]:
+    """`mlp`'s mask and repair; `sparse_linear`'s are these for stored values that are its input."""
+    from sparsemlp.kernels import _configs, _masked
+
+    a, op = _arguments(case), case.plan.split()[0]
+    linear = op == "sparse_linear"
+    rule = _rule(case, "ungated")
+    config = _configs.find(f"{op}_prefill", torch.device("meta"), {"dtype": case.dtype}, _masked.DEFAULT)
+    pre = _meta(case.tokens, case.d if linear else case.f, dtype=DTYPES[case.dtype])
+    if part == "hidden":
+        return [_masked.hidden(pre, None, rule, config)[1]]
+    weight_t = _meta(case.d, case.f, dtype=pre.dtype) if linear else a["w_down_t"]
+    bias = a["b_gate"] if linear else a["b_down"]
+    out = _meta(case.tokens, weight_t.shape[1], dtype=pre.dtype)
+    return [_masked.repair(pre, None, pre, weight_t, bias, a["skipped_out"], out, rule, config)]
+
+
+def _prefill(case: Case, part: str) -> list[Launch]:
+    from sparsemlp.kernels import _configs, _masked, gated_mlp_tiles
+    from sparsemlp.kernels import gated_mlp_prefill as prefill
+
+    a, rule, dtype = _arguments(case), _rule(case), DTYPES[case.dtype]
     key = {"tokens": case.tokens, "d": case.d, "f": case.f, "dtype": case.dtype}
     default = prefill.default(case.tokens, case.d, case.f, dtype)
     config = _configs.find("gated_mlp_prefill", torch.device("meta"), key, default)
     pre, out = _meta(case.tokens, case.f, dtype=dtype), _meta(case.tokens, case.d, dtype=dtype)
     if part == "hidden":
-        return [prefill.hidden(pre, pre, rule, config)[1]]
+        return [_masked.hidden(pre, pre, rule, config)[1]]
     if part == "repair":
         return [
-            prefill.repair(pre, pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)
+            _masked.repair(pre, pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)
         ]
     flags, listed, counts, launches = gated_mlp_tiles.tile_list(pre, rule, config)
     products = gated_mlp_tiles.tile_products(
@@ -151,6 +206,12 @@ PLANS: dict[str, Callable[[Case], list[Launch]]] = {
     "gated_mlp hidden": lambda case: _prefill(case, "hidden"),
     "gated_mlp repair": lambda case: _prefill(case, "repair"),
     "gated_mlp tiles": lambda case: _prefill(case, "tiles"),
+    "mlp decode": _mlp,
+    "mlp hidden": lambda case: _masked(case, "hidden"),
+    "mlp repair": lambda case: _masked(case, "repair"),
+    "sparse_linear decode": _sparse_linear,
+    "sparse_linear hidden": lambda case: _masked(case, "hidden"),
+    "sparse_linear repair": lambda case: _masked(case, "repair"),
     "activation forward": lambda case: _activation(case, "forward"),
     "activation counted": lambda case: _activation(case, "counted"),
     "activation backward": lambda case: _activation(case, "backward"),
@@ -168,10 +229,20 @@ DEFAULT: tuple[Case, ...] = (
     *_cases("gated_mlp decode", ("fp16",), ("silu",), tokens=16),
     *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("up",)),
     *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("product",)),
+    *_cases("sparse_linear decode", ("bf16", "fp32"), ("identity",)),
+    *_cases("sparse_linear decode", ("bf16",), ("identity",), tokens=8),
+    *_cases("gated_mlp decode", ("bf16", "fp32"), ("silu",), options=("input",)),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("input",)),
     *_cases("gated_mlp hidden", ("bf16",), FAMILIES, tokens=512),
     *_cases("gated_mlp sum", ("bf16",), ("silu",), tokens=8),
     *_cases("gated_mlp repair", ("bf16",), ("silu",), tokens=512),
     *_cases("gated_mlp tiles", ("bf16",), ("silu",), tokens=512),
+    *_cases("mlp decode", ("bf16", "fp32"), ("silu",)),
+    *_cases("mlp decode", ("bf16",), ("silu",), tokens=8),
+    *_cases("mlp hidden", ("bf16",), ("silu",), tokens=512),
+    *_cases("mlp repair", ("bf16",), ("silu",), tokens=512),
+    *_cases("sparse_linear hidden", ("bf16",), ("identity",), tokens=512),
+    *_cases("sparse_linear repair", ("bf16",), ("identity",), tokens=512),
     *_cases("activation forward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation backward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation counted", ("bf16",), ("jsrelu",), tokens=512),
@@ -209,6 +280,18 @@ def full() -> Iterator[Case]:
     for tokens, dtype in itertools.product((1, 8), DTYPES):
         yield Case("gated_mlp decode", dtype, "silu", tokens, 8192, 28672)
         yield Case("gated_mlp decode", dtype, "silu", tokens, *ODD)
+    for option, tokens in itertools.product(("gate", "up", "product"), (1, 8)):
+        options = (*OPTIONS, "input", option)
+        yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=options)
+    for tokens in (1, 5, 8, 16):
+        yield from _cases("mlp decode", DTYPES, ("weird",), tokens=tokens, options=OPTIONS)
+        yield from _cases("sparse_linear decode", DTYPES, ("identity",), tokens=tokens, options=OPTIONS)
+        yield from _cases("sparse_linear decode", DTYPES, ("identity",), tokens=tokens, d=F, f=D)
+    for plan in ("mlp", "sparse_linear"):
+        activation = "weird" if plan == "mlp" else "identity"
+        for part in ("hidden", "repair"):
+            yield from _cases(f"{plan} {part}", DTYPES, (activation,), tokens=512, options=OPTIONS)
+        yield Case(f"{plan} decode", "bf16", activation, 8, *ODD)
     yield Case("gated_mlp tiles", "bf16", "silu", 77, *ODD)
     yield Case("activation forward", "bf16", "silu", 3, *ODD)
     yield from _configured()
@@ -219,16 +302,26 @@ def _configured() -> Iterator[Case]:
     from benchmarks.tune_spaces import SPACES, candidates
     from sparsemlp.kernels import _configs
 
-    plans = {"gated_mlp": "gated_mlp decode", "gated_mlp_prefill": "gated_mlp tiles"}
+    plans = {
+        "gated_mlp": "gated_mlp decode",
+        "gated_mlp_prefill": "gated_mlp tiles",
+        "mlp": "mlp decode",
+        "mlp_prefill": "mlp hidden",
+        "sparse_linear": "sparse_linear decode",
+        "sparse_linear_prefill": "sparse_linear hidden",
+    }
     found = []
     for op in plans:
         for file in sorted(_configs.FOLDER.glob(f"{op}/*.json")):
             entries = json.loads(file.read_text(encoding="utf-8"))["entries"]
             found += [(op, entry["key"], entry["config"]) for entry in entries]
-        for tokens in (1, 8) if op == "gated_mlp" else (512,):
-            key = {"tokens": tokens, "d": D, "f": F, "dtype": "bf16"}
+        sizes = {"k": D, "n": F} if op.startswith("sparse_linear") else {"d": D, "f": F}
+        for tokens in (512,) if op.endswith("prefill") else (1, 8):
+            key = {"tokens": tokens, **sizes, "dtype": "bf16"}
             found += [(op, key, config) for config in candidates(op, key)]
     for op, key, config in found:
         default = SPACES[op].default(key)
         changed = tuple((name, value) for name, value in config.items() if default.get(name) != value)
-        yield Case(plans[op], key["dtype"], "silu", key["tokens"], key["d"], key["f"], config=changed)
+        activation = "identity" if "k" in key else "silu"
+        d, f = (key["k"], key["n"]) if "k" in key else (key["d"], key["f"])
+        yield Case(plans[op], key["dtype"], activation, key["tokens"], d, f, config=changed)

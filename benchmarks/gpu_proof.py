@@ -34,11 +34,11 @@ __all__ = ["INTENDED", "ROOT", "TABLE", "Row", "compile_all", "intended", "read_
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "compile_table.csv"
 INTENDED = {
-    "gated_mlp_fwd_select": 2,
-    "gated_mlp_fwd_down": 3,
-    "gated_mlp_fwd_sum": 3,
-    "gated_mlp_fwd_hidden": 8,
-    "gated_mlp_fwd_repair": 3,
+    "select_fwd": 2,
+    "rows_fwd": 3,
+    "rows_fwd_sum": 3,
+    "masked_fwd": 8,
+    "masked_fwd_repair": 3,
     "gated_mlp_fwd_tiles": 8,
     "gated_mlp_fwd_compact": 8,
     "gated_mlp_fwd_up_tiles": 2,
@@ -48,7 +48,7 @@ INTENDED = {
 }
 """Programs that a multiprocessor must hold at once in the default configuration, at least; see `intended`."""
 
-_WEIGHTS = ("w_gate", "w_up", "w_down_t")
+_WEIGHTS = ("w_gate", "w_up", "w_down_t", "weight_t")
 _STREAMS = ("p", "grad", "pre", "up", "partial")
 """What is read most where a kernel reads no weights."""
 
@@ -79,7 +79,7 @@ class Row:
 
 def intended(kernel: str, arch: str) -> int:
     """`INTENDED` on an architecture: with few KB of shared memory a CU holds one program of a pipelined `select`."""
-    return 1 if (kernel, arch) == ("gated_mlp_fwd_select", "gfx942") else INTENDED[kernel]
+    return 1 if (kernel, arch) == ("select_fwd", "gfx942") else INTENDED[kernel]
 
 
 def _jobs(cases: Iterable[Case]) -> list[tuple[Case, Launch, str]]:
@@ -100,7 +100,8 @@ def _jobs(cases: Iterable[Case]) -> list[tuple[Case, Launch, str]]:
 
 def streams(launch: Launch) -> tuple[str, ...]:
     """The arguments of a launch that must be read 16 bytes at a time: weights, else activations."""
-    names = [p.name for p in launch.kernel.params]
+    given = [p.name for p in launch.kernel.params if not p.is_constexpr]
+    names = [name for name, value in zip(given, launch.args, strict=True) if value is not None]
     weights = tuple(name for name in names if name in _WEIGHTS)
     return weights or tuple(name for name in names if name in _STREAMS)
 

@@ -14,7 +14,7 @@ import torch
 import sparsemlp
 from sparsemlp import _env, _native
 
-__all__ = ["Neighbours", "backend", "commit", "cpu", "device", "isa"]
+__all__ = ["Neighbours", "backend", "backends", "commit", "cpu", "device", "isa"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +87,11 @@ def backend(op: str, x: torch.Tensor) -> tuple[str, str]:
             return candidate.name, "; ".join(reasons)
         reasons.append(f"{candidate.name}: {reason}")
     return "reference", "; ".join(reasons)
+
+
+def backends(op: str) -> tuple[str, ...]:
+    """What the operator's `backend=` may be."""
+    return importlib.import_module(f"sparsemlp.ops.{op}").OP.choices
 
 
 def commit() -> str:

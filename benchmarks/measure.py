@@ -5,29 +5,36 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks import bandwidth, machine
-from benchmarks.compiled import compile_dense
-from benchmarks.gated_mlp import Call, Density, GatedMlp, layers_beyond_cache
+from benchmarks import alternatives, bandwidth, machine
+from benchmarks.alternatives import Alternative, own_name
 from benchmarks.registry import Entry
-from benchmarks.report import Result, Row
+from benchmarks.report import INT8, OWN, Result, Row
 from benchmarks.shapes import Shape
-from benchmarks.timing import Interval, Timed, interleave, median_interval, paired_ratio, quantile
+from benchmarks.timing import Interval, interleave, median_interval, paired_ratio, quantile
+from benchmarks.workload import Density, Workload, layers_beyond_cache
 from sparsemlp.ops._gated_mlp_native import CHUNK
 
-__all__ = ["DTYPES", "Case", "build", "measure", "own_name"]
+__all__ = ["DTYPES", "WEIGHTS", "Case", "build", "measure", "own_name"]
 
+WEIGHTS = ("float", "int8")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OPTIONS: dict[str, Any] = {"indicator": "gate", "input_sparsity": 0.0}
+"""The workloads' options and what they are where an operator has none."""
 _NOISY = 0.10
 _BUSY = 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. `sparsities` are fractions; 0 is always among them."""
+    """What is timed. `sparsities` are fractions; 0 is always among them.
+
+    `options` are keyword arguments of the entry's workload; `weights` "int8" times this package with int8 weights too,
+    beside the same sparsities in x's dtype; `peers` (entry, workload, sparsities, say) makes more alternatives.
+    """
 
     entry: Entry
     shape: Shape
@@ -40,92 +47,79 @@ class Case:
     compile: bool = True
     layers: int | None = None
     status: str = "verified"
+    options: dict[str, Any] = field(default_factory=dict)
+    weights: str = "float"
+    backend: str = "auto"
+    peers: Callable[..., dict[str, Alternative]] | None = None
 
 
-@dataclass
-class _Peer:
-    label: str
-    call: Call
-    sparsity: float | None = None
-    compile_s: float | None = None
-    seen: list[list[Tensor]] = field(default_factory=list)
-
-
-def own_name(sparsity: float) -> str:
-    """The name of this package's kernel at a sparsity: `own_90`."""
-    return f"own_{100 * sparsity:g}"
-
-
-def build(case: Case, share: GatedMlp | None = None) -> GatedMlp:
+def build(case: Case, share: Workload | None = None) -> Workload:
     """The case's workload, with the weights of `share` where given; by default enough layers to leave the cache."""
     layers = case.layers or _enough_layers(case)
     return case.entry.workload(
-        case.shape, DTYPES[case.dtype], case.tokens, case.activation, layers, share=share
+        case.shape, DTYPES[case.dtype], case.tokens, case.activation, layers, share=share, **case.options
     )
 
 
 def _enough_layers(case: Case) -> int:
-    per_layer = 3 * case.shape.d * case.shape.f * DTYPES[case.dtype].itemsize
+    itemsize = 1 if case.weights == "int8" else DTYPES[case.dtype].itemsize
+    per_layer = case.entry.workload.layer_bytes(case.shape, itemsize)
     return layers_beyond_cache(per_layer, bandwidth.last_level_cache())
 
 
-def _peers(case: Case, work: GatedMlp, say: Callable[[str], None]) -> dict[str, _Peer]:
-    peers = {dense.name: _Peer(dense.label, dense.build(work)) for dense in case.entry.dense}
+def _alternatives(case: Case, work: Workload, say: Callable[[str], None]) -> dict[str, Alternative]:
+    found = alternatives.eager(case.entry, work)
     if case.compile:
-        say("compiling the dense peer …")
-        function, weights = case.entry.compiled(work)
-        try:
-            best = compile_dense(function, weights, work.fresh)
-        except RuntimeError as error:
-            say(str(error))
-        else:
-            label = f"torch.compile ({best.setting})"
-            peers["compile"] = _Peer(label, best.call, compile_s=best.seconds[best.setting])
-            say("compiled in " + ", ".join(f"{s:.1f} s ({name})" for name, s in best.seconds.items()))
-    for s in case.sparsities:
-        label = "sparsemlp, threshold 0" if s == 0 else f"sparsemlp, {100 * s:g} % sparse"
-        peers[own_name(s)] = _Peer(label, work.own(s), sparsity=s)
-    return peers
+        found |= alternatives.compiled(case.entry, work, say)
+    if case.peers is not None:
+        found |= case.peers(case.entry, work, case.sparsities, say)
+    for weights in ("float",) if case.weights == "float" else ("float", case.weights):
+        for s in case.sparsities:
+            found[own_name(s, weights)] = alternatives.own(work, s, case.backend, weights)
+    return found
 
 
-def _timed(name: str, peer: _Peer, work: GatedMlp) -> Timed:
-    def prepare() -> list[Tensor]:
-        xs = work.fresh()
-        if peer.sparsity is not None:
-            peer.seen.append(xs)
-        return xs
-
-    def sweep(xs: list[Tensor]) -> None:
-        call = peer.call
-        for i, x in enumerate(xs):
-            call(i, x)
-
-    return Timed(name, prepare, sweep, len(work.layers))
+def _densities(found: dict[str, Alternative], work: Workload) -> dict[str, Density]:
+    """The masks' density for every alternative that has some; one of each sparsity is evaluated."""
+    first: dict[float, str] = {}
+    for name, a in found.items():
+        if a.sparsity is not None:
+            first.setdefault(a.sparsity, name)
+    made = work.densities({s: found[name].seen for s, name in first.items()})
+    return {name: made[a.sparsity] for name, a in found.items() if a.sparsity is not None}
 
 
-def measure(case: Case, work: GatedMlp, say: Callable[[str], None] = lambda line: None) -> Result:
+def measure(case: Case, work: Workload, say: Callable[[str], None] = lambda line: None) -> Result:
     """Times the case; `say` gets progress lines. The thread count is set and left set."""
     torch.set_num_threads(case.threads)
     with torch.inference_mode():
-        peers = _peers(case, work, say)
+        found = _alternatives(case, work, say)
         read, read_name, read_bytes = bandwidth.reader()
-        say(f"timing {case.rounds} rounds of {len(peers) + 1} alternatives …")
+        say(f"timing {case.rounds} rounds of {len(found) + 1} alternatives …")
         neighbours = machine.Neighbours()
-        samples = interleave([read, *(_timed(name, peer, work) for name, peer in peers.items())], case.rounds)
+        timed = [alternatives.timed(name, a, work) for name, a in found.items()]
+        samples = interleave([read, *timed], case.rounds)
         others = neighbours.share()
-        densities = work.densities({p.sparsity: p.seen for p in peers.values() if p.sparsity is not None})
-    chosen, reason = machine.backend(case.entry.name, work.fresh()[0])
+        densities = _densities(found, work)
+    chosen, reason = case.backend, ""
+    if case.backend == "auto":
+        chosen, reason = machine.backend(case.entry.name, work.fresh()[0])
     skips = chosen == "native" and case.tokens <= CHUNK
-    dense_names = [name for name, peer in peers.items() if peer.sparsity is None]
+    dense_names = [name for name, a in found.items() if a.sparsity is None]
     best = min(dense_names, key=lambda name: quantile(samples[name], 0.5))
-    baselines = {"eager": dense_names[0], "best_dense": best, "own_0": own_name(0)}
     rows = [_read_row(samples[bandwidth.NAME], read_bytes, read_name)]
-    for name, peer in peers.items():
-        density = None if peer.sparsity is None else densities[peer.sparsity]
-        read_all = density is None or not skips
-        size = float(work.bytes_dense) if read_all else work.bytes_read(density.union)  # type: ignore[union-attr]
-        rows.append(_row(name, peer, density, size, samples, read_bytes, baselines))
-    return Result(_facts(case, work, samples, peers[best].label, read_name, chosen, reason, others), rows)
+    for name, a in found.items():
+        baselines = {"eager": dense_names[0], "best_dense": best}
+        if name.startswith(OWN):
+            baselines["own_0"] = own_name(0)
+        if name.startswith(INT8):
+            baselines["own_float"] = own_name(a.sparsity or 0.0)
+        size = float(work.bytes_dense)
+        if name in densities and a.bytes_read is not None:
+            reads = skips or not name.startswith((OWN, INT8))
+            size = a.bytes_read(densities[name] if reads else Density(1.0, 1.0, 1.0))
+        rows.append(_row(name, a, densities.get(name), size, samples, read_bytes, baselines))
+    return Result(_facts(case, work, samples, found[best].label, read_name, chosen, reason, others), rows)
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float]:
@@ -143,7 +137,7 @@ def _spread(prefix: str, interval: Interval) -> dict[str, float]:
 
 def _row(
     name: str,
-    peer: _Peer,
+    alternative: Alternative,
     density: Density | None,
     size: float,
     samples: dict[str, list[float]],
@@ -155,8 +149,7 @@ def _row(
     share = [(size / t) / (read_bytes / r) for t, r in zip(seconds, read, strict=True)]
     numbers |= _spread("share_of_read", median_interval(share))
     for key, base in baselines.items():
-        if key != "own_0" or peer.sparsity is not None:
-            numbers |= _spread(f"vs_{key}", paired_ratio(samples[base], seconds))
+        numbers |= _spread(f"vs_{key}", paired_ratio(samples[base], seconds))
     if density is not None:
         numbers |= {
             "density": density.density,
@@ -165,9 +158,9 @@ def _row(
         }
     return Row(
         name,
-        peer.label,
-        sparsity=peer.sparsity,
-        compile_s=peer.compile_s,
+        alternative.label,
+        sparsity=alternative.sparsity,
+        compile_s=alternative.compile_s,
         megabytes=size / 1e6,
         gb_per_s=size / quantile(seconds, 0.5) / 1e9,
         **numbers,
@@ -176,7 +169,7 @@ def _row(
 
 def _facts(
     case: Case,
-    work: GatedMlp,
+    work: Workload,
     samples: dict[str, list[float]],
     best: str,
     read_name: str,
@@ -196,6 +189,8 @@ def _facts(
         "dtype": case.dtype,
         "activation": case.activation,
         "tokens": case.tokens,
+        "weights": case.weights,
+        **{name: case.options.get(name, value) for name, value in OPTIONS.items()},
         "threads": case.threads,
         "layers": len(work.layers),
         "leaves_cache": "yes" if len(work.layers) >= _enough_layers(case) else "no",

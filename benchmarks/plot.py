@@ -8,19 +8,30 @@ draws a stored result again.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Result, Row, read_csv, write_atomic
+from benchmarks.report import INT8, OWN, Result, Row, read_csv, write_atomic
+from benchmarks.weight_bytes import share_read
 
-__all__ = ["break_even", "draw"]
+__all__ = ["blank_figure", "break_even", "draw"]
 
 _OWN = "#0b6e4f"
 _BOUND = "#8a8a8a"
-_DENSE = {"eager": "#c1121f", "eager_neuron_major": "#e09f3e", "compile": "#3a5a9b"}
+_NARROW = "#7b2d8b"
+_OTHERS = ("#b5651d", "#5f9ea0", "#808000")
+_DENSE = {
+    "eager": "#c1121f",
+    "eager_neuron_major": "#e09f3e",
+    "compile": "#3a5a9b",
+    "openvino": "#6f4e9c",
+    "ggml": "#2a9d8f",
+}
 
 
-def _figure() -> Any:
+def blank_figure(width: float, height: float) -> Any:
+    """An empty figure; ImportError naming the extra without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -28,7 +39,7 @@ def _figure() -> Any:
         raise ImportError(
             "no plot is drawn because matplotlib is missing; pip install 'sparsemlp[bench]'"
         ) from None
-    figure = Figure(figsize=(11, 6), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
@@ -46,11 +57,21 @@ def break_even(own: list[Row], dense_ms: float) -> float | None:
     return s0 + (s1 - s0) * (t0 - dense_ms) / (t0 - t1)
 
 
+def _axis(result: Result) -> str:
+    entries = "input channels" if result.facts["op"] == "sparse_linear" else "neurons"
+    return f"inactive {entries} per token [%]"
+
+
 def _bound(facts: dict[str, Any], dense_mb: float, start: float) -> tuple[list[float], list[float]]:
-    """(sparsity in percent, megabytes) of a kernel that reads the gate and the rows of a call's independent masks."""
+    """(sparsity in percent, megabytes) of a kernel that reads no more than the masks of independent tokens want."""
+    tokens, cut = int(facts["tokens"]), float(facts.get("input_sparsity") or 0)
+    channels = 1 - cut**tokens if cut else 1.0
     sparsities = [start + (100 - start) * i / 200 for i in range(201)]
-    unions = [1 - (s / 100) ** int(facts["tokens"]) for s in sparsities]
-    return sparsities, [dense_mb * (1 + 2 * u) / 3 for u in unions]
+    shares = [
+        share_read(str(facts["op"]), 1 - (s / 100) ** tokens, channels, str(facts.get("indicator", "gate")))
+        for s in sparsities
+    ]
+    return sparsities, [dense_mb * share for share in shares]
 
 
 def _values(axes: Any, xs: list[float], ys: list[float], form: str, color: str, *, above: bool) -> None:
@@ -66,6 +87,21 @@ def _values(axes: Any, xs: list[float], ys: list[float], form: str, color: str, 
 
 def _legend(axes: Any) -> None:
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
+
+
+def _others(axes: Any, result: Result, value: Callable[[Row], float | None]) -> None:
+    """Curves of what else has a sparsity: this package with int8 weights, sparse peers."""
+    groups: dict[str, list[Row]] = {}
+    for row in result.rows:
+        if row.sparsity is not None and not row.alternative.startswith(OWN):
+            groups.setdefault(row.alternative.rpartition("_")[0], []).append(row)
+    for i, (name, rows) in enumerate(groups.items()):
+        color, label = _OTHERS[i % len(_OTHERS)], rows[0].label.partition(",")[0]
+        if f"{name}_" == INT8:
+            color, label = _NARROW, f"{label}, int8 weights"
+        points = [(100 * (1 - (row.density or 0.0)), value(row)) for row in rows]
+        xs, ys = zip(*[(x, y) for x, y in points if y is not None], strict=True)
+        axes.plot(xs, ys, "^:", color=color, linewidth=1.3, markersize=4, label=label)
 
 
 def _latency(axes: Any, result: Result, own: list[Row], dense: list[Row]) -> None:
@@ -105,9 +141,10 @@ def _latency(axes: Any, result: Result, own: list[Row], dense: list[Row]) -> Non
         )
     verdict = {None: "the best dense peer is faster throughout", xs[0]: "faster than every dense peer"}
     found = verdict.get(where, f"faster than every dense peer from {where or 0:.0f} % on")
+    _others(axes, result, lambda row: row.p50_ms)
     top = max(r.p50_ms for r in (*own, *dense))  # not the bands: a disturbed run would squeeze the curves
     axes.set(xlim=(-2, 102), ylim=(0, 1.15 * top))
-    axes.set(xlabel="inactive neurons per token [%]", ylabel="ms per call")
+    axes.set(xlabel=_axis(result), ylabel="ms per call")
     axes.set_title(f"Latency: {found}", fontsize=10)
     _legend(axes)
 
@@ -118,7 +155,8 @@ def _speedup(axes: Any, result: Result, own: list[Row], dense: list[Row]) -> Non
         ("vs_best_dense", f"over the best dense: {result.facts['best_dense']}", "#222222", "s-"),
         ("vs_own_0", "over sparsemlp at threshold 0", _OWN, "o-"),
     )
-    top = max(max(getattr(row, key) or 0.0 for row in own) for key, *_ in curves)
+    top = max(row.vs_best_dense or 0.0 for row in result.rows)
+    top = max(top, max(row.vs_own_0 or 0.0 for row in own))
     upper = max((key for key, *_ in curves), key=lambda key: getattr(own[0], key) or 0.0)
     for key, label, color, style in curves:
         values, lows, highs = (
@@ -128,11 +166,13 @@ def _speedup(axes: Any, result: Result, own: list[Row], dense: list[Row]) -> Non
         errors += [[high - v for v, high in zip(values, highs, strict=True)]]
         axes.errorbar(xs, values, errors, fmt=style, color=color, capsize=3, markersize=5, label=label)
         _values(axes, xs, values, "{:.2f}", color, above=key == upper)
+    _others(axes, result, lambda row: row.vs_best_dense)
     sparsities, megabytes = _bound(result.facts, dense[0].megabytes, xs[0])
-    ratio = [own[0].megabytes / mb for mb in megabytes]
+    ratio = [own[0].megabytes / max(mb, 1e-9) for mb in megabytes]
+    top = max(top, min(max(ratio), 1.5 * top))  # a linear layer's bound has no upper end
     axes.plot(sparsities, ratio, "--", color=_BOUND, linewidth=1.3, label="byte bound over threshold 0")
     axes.axhline(1, color="#bbbbbb", linewidth=1, zorder=0)
-    axes.set(xlim=(-2, 102), ylim=(0, 1.15 * max(top, *ratio)), xlabel="inactive neurons per token [%]")
+    axes.set(xlim=(-2, 102), ylim=(0, 1.15 * top), xlabel=_axis(result))
     axes.set_ylabel("times faster")
     axes.set_title("Speed-up: median ratio within a round, 95 % interval", fontsize=10)
     _legend(axes)
@@ -140,9 +180,9 @@ def _speedup(axes: Any, result: Result, own: list[Row], dense: list[Row]) -> Non
 
 def draw(result: Result, path: Path) -> None:
     """Draws a result into a PNG file; ImportError naming the extra without matplotlib."""
-    figure = _figure()
-    own = [row for row in result.rows if row.alternative.startswith("own_")]
-    dense = [row for row in result.rows if row.alternative != "read" and row not in own]
+    figure = blank_figure(11, 6)
+    own = [row for row in result.rows if row.alternative.startswith(OWN)]
+    dense = [row for row in result.rows if row.alternative != "read" and row.sparsity is None]
     f = result.facts
     left, right = figure.subplots(1, 2)
     for axes in (left, right):

@@ -38,8 +38,9 @@ def _percent(value: float | None) -> str:
 
 def _table(result: report.Result) -> list[str]:
     f = result.facts
+    what = "" if f["op"] == "gated_mlp" else f"`{f['op']}`, "
     lines = [
-        f"{f['shape']} (D {f['D']}, F {f['F']}), {f['dtype']}, T = {f['tokens']}, {f['activation']}:",
+        f"{what}{f['shape']} (D {f['D']}, F {f['F']}), {f['dtype']}, T = {f['tokens']}, {f['activation']}:",
         "",
         "| | active rows | median ms | GB/s | of the read bandwidth | × PyTorch eager | × own, threshold 0 |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -7,18 +7,23 @@ import io
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["Result", "Row", "read_csv", "stem", "table", "write_atomic", "write_csv"]
+__all__ = ["INT8", "OWN", "Result", "Row", "read_csv", "stem", "table", "write_atomic", "write_csv"]
+
+OWN, INT8 = "own_", "int8_"
+"""What the names of this package's rows begin with; the second with int8 weights."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One alternative's numbers; None where a number has no meaning for it.
 
+    `own_S` is this package at S % sparsity, `int8_S` the same with int8 weights.
     `vs_X` is X's time divided by this one's (above 1: faster than X): the median over rounds of the ratio within a
-    round; `_low` and `_high` bound it (95 % bootstrap). `share_of_read` likewise, of the bandwidth read in the round.
+    round; `_low` and `_high` bound it (95 % bootstrap); `vs_own_float` is for int8 weights, against x's dtype at the
+    same sparsity. `share_of_read` likewise, of the bandwidth read in the round.
     `megabytes` are the weight bytes read by a call, in 10⁶ bytes.
     """
 
@@ -45,7 +50,15 @@ class Row:
     vs_own_0: float | None = None
     vs_own_0_low: float | None = None
     vs_own_0_high: float | None = None
+    vs_own_float: float | None = None
+    vs_own_float_low: float | None = None
+    vs_own_float_high: float | None = None
     compile_s: float | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether this package was timed, with whatever weights."""
+        return self.alternative.startswith((OWN, INT8))
 
 
 @dataclass(frozen=True)
@@ -64,9 +77,15 @@ class Result:
 
 
 def stem(facts: dict[str, str | int | float], default_activation: str) -> str:
-    """The file name of a result without its ending, e.g. `gated_mlp_llama3-8b_bf16_t1`."""
-    activation = "" if facts["activation"] == default_activation else f"-{facts['activation']}"
-    return f"{facts['op']}_{facts['shape']}{activation}_{facts['dtype']}_t{facts['tokens']}"
+    """A result's file name without its ending, with what is not default: `gated_mlp_llama3-8b-int8_bf16_t1`."""
+    changed = "" if facts["activation"] == default_activation else f"-{facts['activation']}"
+    if facts.get("indicator", "gate") != "gate":
+        changed += f"-{facts['indicator']}"
+    if facts.get("input_sparsity"):
+        changed += f"-input{100 * float(facts['input_sparsity']):g}"
+    if facts.get("weights", "float") != "float":
+        changed += f"-{facts['weights']}"
+    return f"{facts['op']}_{facts['shape']}{changed}_{facts['dtype']}_t{facts['tokens']}"
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
@@ -101,16 +120,17 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Result:
-    """The result that `write_csv` wrote, to its precision; facts stay strings."""
+    """The result that `write_csv` wrote, to its precision; facts stay strings, a later version's columns are None."""
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     names = [f.name for f in fields(Row)]
-    if not lines or any(name not in lines[0] for name in names):
+    needed = [f.name for f in fields(Row) if f.default is MISSING]
+    if not lines or any(name not in lines[0] for name in needed):
         raise ValueError(f"{path} is no benchmark result, expected the columns that benchmarks.run writes")
     rows = []
     for line in lines:
         text = {"alternative": line["alternative"], "label": line["label"]}
-        numbers = {name: float(line[name]) if line[name] else None for name in names if name not in text}
+        numbers = {name: float(line[name]) if line.get(name) else None for name in names if name not in text}
         rows.append(Row(**text, **numbers))  # type: ignore[arg-type]
     return Result({k: v for k, v in lines[0].items() if k not in names}, rows)
 
@@ -124,12 +144,21 @@ def _times(row: Row, key: str) -> str:
     return "–" if value is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
+def _options(facts: dict[str, str | int | float]) -> str:
+    """What the workload's options are, where they are not the default."""
+    parts = [] if facts.get("indicator", "gate") == "gate" else [f", indicator {facts['indicator']}"]
+    if float(facts.get("input_sparsity") or 0):
+        parts.append(f", {float(facts['input_sparsity']):.0%} of the gate's input skipped")
+    return "".join(parts)
+
+
 def table(result: Result) -> str:
     """The result for a console."""
     f = result.facts
     read = result.rows[0]
     lines = [
-        f"{f['op']}  {f['shape']}: D {f['D']}, F {f['F']}, {f['activation']}, {f['dtype']}, T = {f['tokens']}",
+        f"{f['op']}  {f['shape']}: D {f['D']}, F {f['F']}, {f['activation']}, {f['dtype']}, T = {f['tokens']}"
+        + _options(f),
         f"{f['cpu']}, {f['threads']} threads, {f['layers']} layers of {float(f['layer_megabytes']):.1f} MB in turn, "
         f"{f['rounds']} interleaved rounds; backend {f['backend']}, ISA {f['isa']}; {f['status']}",
         f"read bandwidth {read.gb_per_s:.1f} GB/s by {f['read_with']}",
@@ -166,6 +195,7 @@ def table(result: Result) -> str:
         "× eager",
         "× best dense",
         "× own t=0",
+        "× own float",
     )
     body = [
         (
@@ -176,10 +206,12 @@ def table(result: Result) -> str:
             _number(row.megabytes, 1),
             _number(row.gb_per_s, 1),
             "–" if row.share_of_read is None else f"{row.share_of_read:.0%}",
-            *(_times(row, key) for key in ("vs_eager", "vs_best_dense", "vs_own_0")),
+            *(_times(row, key) for key in ("vs_eager", "vs_best_dense", "vs_own_0", "vs_own_float")),
         )
         for row in result.rows
     ]
+    if all(row.vs_own_float is None for row in result.rows):
+        head, body = head[:-1], [line[:-1] for line in body]
     widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
     for line in (head, *body):
         cells = [

@@ -15,19 +15,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gate, machine, measure, plot, registry, report, shapes, targets
-from benchmarks.gated_mlp import GatedMlp
+from benchmarks import gate, machine, measure, overhead, peers, plot, registry, report, shapes, targets
+from benchmarks.gated_mlp import INDICATORS
+from benchmarks.workload import Workload
 from sparsemlp import activations
 
-__all__ = ["main"]
+__all__ = ["RESULTS", "main", "percentages"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _SPARSITIES = "0,50,75,90,95,99"
 
 
-def _percentages(text: str) -> tuple[float, ...]:
+def percentages(text: str) -> tuple[float, ...]:
+    """Fractions from a list of percentages such as "0,50,90", in order."""
     try:
-        values = sorted({float(part) / 100 for part in text.split(",")} | {0.0})
+        values = sorted({float(part) / 100 for part in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no list of percentages such as {_SPARSITIES}"
@@ -35,6 +37,14 @@ def _percentages(text: str) -> tuple[float, ...]:
     if not all(0 <= v < 1 for v in values):
         raise argparse.ArgumentTypeError(f"{text!r} has a value outside 0 ≤ percent < 100")
     return tuple(values)
+
+
+def _with_zero(text: str) -> tuple[float, ...]:
+    return tuple(sorted({0.0, *percentages(text)}))
+
+
+def _percentage(text: str) -> float:
+    return max(percentages(text))
 
 
 def _positive(text: str) -> int:
@@ -52,19 +62,36 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--op", default="gated_mlp", choices=tuple(registry.ENTRIES), help="default: %(default)s"
     )
-    parser.add_argument(
-        "--shape", default="llama3-8b", help="default: %(default)s; " + ", ".join(shapes.SHAPES)
-    )
+    parser.add_argument("--shape", help="default: the operator's first; " + ", ".join(shapes.SHAPES))
     parser.add_argument("--dtype", default="bf16", choices=tuple(measure.DTYPES), help="default: %(default)s")
     parser.add_argument(
         "--tokens", type=_positive, default=1, metavar="T", help="tokens in a call (default: 1)"
     )
     parser.add_argument(
         "--sparsity",
-        type=_percentages,
-        default=_percentages(_SPARSITIES),
+        type=_with_zero,
+        default=_with_zero(_SPARSITIES),
         metavar="PERCENT,…",
-        help=f"percentages of inactive neurons per token, 0 is always added (default: {_SPARSITIES})",
+        help="percentages of inactive neurons (sparse_linear: input channels) per token, 0 is always added "
+        f"(default: {_SPARSITIES})",
+    )
+    parser.add_argument(
+        "--indicator", choices=INDICATORS, help="gated_mlp: whose magnitude is thresholded (default: gate)"
+    )
+    parser.add_argument(
+        "--input-sparsity",
+        type=_percentage,
+        metavar="PERCENT",
+        help="gated_mlp: of x's channels that the gate does not read (default: 0)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="float",
+        choices=measure.WEIGHTS,
+        help="int8: this package with int8 weights too, beside x's dtype (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backend", default="auto", help="of this package's calls (default: %(default)s); never falls back"
     )
     parser.add_argument(
         "--activation", help="default: the shape's own; " + ", ".join(activations.ACTIVATIONS)
@@ -89,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "repository's results (only into another folder named by --out)",
     )
     parser.add_argument(
+        "--peers", action="store_true", help="other ways to compute the same too (see benchmarks/peers.py)"
+    )
+    parser.add_argument(
         "--targets",
         action="store_true",
         help="measure what the project must reach (its own dtypes, tokens and sparsities; torch.compile left out) and "
@@ -110,7 +140,8 @@ def _folder(args: argparse.Namespace) -> Path | None:
 
 
 def _case(args: argparse.Namespace) -> measure.Case:
-    entry, shape = registry.get(args.op), shapes.get(args.shape)
+    entry = registry.get(args.op)
+    shape = shapes.get(args.shape or entry.shapes[0])
     if shape.name not in entry.shapes:
         raise ValueError(
             f"--shape is {shape.name!r}, which does not fit {entry.name}; use: {', '.join(entry.shapes)}"
@@ -118,6 +149,20 @@ def _case(args: argparse.Namespace) -> measure.Case:
     activation = args.activation or shape.activation
     if activations.get(activation).params:
         raise ValueError(f"--activation is {activation!r}, which has parameters, expected one without")
+    given = {"indicator": args.indicator, "input_sparsity": args.input_sparsity}
+    options = {name: value for name, value in given.items() if value}
+    if args.peers and options:
+        raise ValueError(
+            "--peers is given with --indicator or --input-sparsity, which peers lack; leave them out"
+        )
+    for name in options:
+        if name not in entry.options:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given, which is not for {entry.name}; leave it out"
+            )
+    choices = machine.backends(entry.name)
+    if args.backend not in choices:
+        raise ValueError(f"--backend is {args.backend!r}, expected one of: {', '.join(choices)}")
     return measure.Case(
         entry=entry,
         shape=shape,
@@ -130,6 +175,10 @@ def _case(args: argparse.Namespace) -> measure.Case:
         compile=args.compile,
         layers=args.layers,
         status="verified" if args.gate else "unverified",
+        options=options,
+        weights=args.weights,
+        backend=args.backend,
+        peers=peers.build if args.peers else None,
     )
 
 
@@ -154,17 +203,22 @@ def _report(result: report.Result, case: measure.Case, folder: Path | None, grou
 
 
 def _targets(case: measure.Case, folder: Path | None) -> bool:
-    results: dict[tuple[str, int], report.Result] = {}
-    work: GatedMlp | None = None
-    for dtype, tokens, sparsities in targets.CASES:
+    results: dict[targets.Key, report.Result] = {}
+    work: Workload | None = None
+    for key, sparsities in targets.CASES.items():
+        dtype, tokens, weights = key
         if work is not None and work.dtype != measure.DTYPES[dtype]:
             work = None  # frees the other dtype's weights before new ones are made
-        one = dataclasses.replace(case, dtype=dtype, tokens=tokens, sparsities=sparsities, compile=False)
+        one = dataclasses.replace(
+            case, dtype=dtype, tokens=tokens, weights=weights, sparsities=sparsities, compile=False
+        )
         work = measure.build(one, share=work)
-        results[dtype, tokens] = measure.measure(one, work, _say)
-        _report(results[dtype, tokens], one, folder, "targets")
+        results[key] = measure.measure(one, work, _say)
+        _report(results[key], one, folder, "targets")
         print()
-    text, reached = targets.evaluate(results)
+    fixed = overhead.measure(case.threads, rounds=max(4, case.rounds // 2))
+    print(overhead.table(fixed) + "\n")
+    text, reached = targets.evaluate(results, overhead.fixed_us(fixed))
     print(text)
     return reached
 
@@ -186,7 +240,8 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     if args.targets:
         return 0 if _targets(case, folder) else 1
-    _report(measure.measure(case, measure.build(case), _say), case, folder)
+    result = measure.measure(case, measure.build(case), _say)
+    _report(result, case, folder, "peers" if args.peers else "")
     return 0
 
 

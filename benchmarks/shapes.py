@@ -1,24 +1,32 @@
-"""The MLP shapes of real models, as one table.
+"""The MLP and layer shapes of real models, as one table.
 
-Sizes are `hidden_size` (D), `intermediate_size` (F) and the activation of each model's public configuration file.
+Sizes are `hidden_size` (D), `intermediate_size` (F) and the activation of each model's public configuration file. For a
+single linear layer they are its input channels (K) and its outputs (N).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SHAPES", "Shape", "get"]
+__all__ = ["KINDS", "SHAPES", "Shape", "get"]
+
+KINDS = {"gated": "a gated MLP", "mlp": "an MLP without a gate", "linear": "a single linear layer"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One row: D model width, F MLP width, the model's activation, and whether the MLP has a gate."""
+    """One row: D model width, F MLP width, the model's activation, and the kind of computation (of `KINDS`)."""
 
     name: str
     d: int
     f: int
     activation: str
-    gated: bool = True
+    kind: str = "gated"
+
+    @property
+    def what(self) -> str:
+        """The kind in words."""
+        return KINDS[self.kind]
 
 
 _ROWS = (
@@ -33,9 +41,14 @@ _ROWS = (
     Shape("gemma2-2b", 2304, 9216, "gelu_tanh"),
     Shape("gemma3-1b", 1152, 6912, "gelu_tanh"),
     Shape("phi3-mini", 3072, 8192, "silu"),
-    Shape("vit-b", 768, 3072, "gelu", gated=False),
-    Shape("opt-1.3b", 2048, 8192, "relu", gated=False),
-    Shape("tiny", 64, 160, "silu"),  # no model: checks the benchmark itself
+    Shape("vit-b", 768, 3072, "gelu", "mlp"),
+    Shape("opt-1.3b", 2048, 8192, "relu", "mlp"),
+    Shape("llama3-8b-up", 4096, 14336, "identity", "linear"),  # also its gate
+    Shape("llama3-8b-down", 14336, 4096, "identity", "linear"),
+    Shape("llama3-8b-q", 4096, 4096, "identity", "linear"),  # also the attention's output projection
+    Shape("tiny", 64, 160, "silu"),  # no models: these check the benchmark itself
+    Shape("tiny-mlp", 64, 160, "relu", "mlp"),
+    Shape("tiny-linear", 64, 160, "identity", "linear"),
 )
 
 SHAPES: dict[str, Shape] = {row.name: row for row in _ROWS}

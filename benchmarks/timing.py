@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Interval", "Timed", "interleave", "median_interval", "order", "paired_ratio", "quantile"]
+__all__ = ["Interval", "Timed", "interleave", "median_interval", "order", "paired_ratio", "quantile", "trial"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Timed:
 
     name: str
     prepare: Callable[[], Any]
-    sweep: Callable[[Any], None]
+    sweep: Callable[[Any], object]
     calls: int
 
 
@@ -45,11 +45,12 @@ class Interval:
 
 
 def order(count: int, round_index: int) -> list[int]:
-    """The order of a round: rotated by one each round, and reversed in every other one.
+    """The order of a round: rotated by one every second round, and reversed in every other one.
 
-    Rotation alone would keep every alternative behind the same predecessor, and inherit the same caches, for ever.
+    Rotation alone would keep every alternative behind the same predecessor, and inherit the same caches, for ever; and
+    two alternatives, rotated and reversed at once, would never change places.
     """
-    start = round_index % count
+    start = (round_index // 2) % count
     turned = [*range(start, count), *range(start)]
     return turned if round_index % 2 == 0 else turned[::-1]
 
@@ -78,6 +79,15 @@ def interleave(alternatives: Sequence[Timed], rounds: int, warmup: int = 2) -> d
         if was_enabled:
             gc.enable()
     return samples
+
+
+def trial(alternatives: Sequence[Timed], seconds: float = 2.0) -> dict[str, float]:
+    """Median seconds per call of a few interleaved rounds, two to five as `seconds` allow, after a warm-up."""
+    start = time.perf_counter()
+    interleave(alternatives, rounds=0, warmup=1)
+    a_round = time.perf_counter() - start
+    samples = interleave(alternatives, max(2, min(5, int(seconds / max(a_round, 1e-9)))), warmup=0)
+    return {name: quantile(values, 0.5) for name, values in samples.items()}
 
 
 def quantile(values: Sequence[float], q: float) -> float:

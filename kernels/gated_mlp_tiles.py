@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemlp.kernels import _configs
-from sparsemlp.kernels._gated_mlp_rule import Rule, active_entries
 from sparsemlp.kernels._launch import Launch, upcast_dot
+from sparsemlp.kernels._rule import Rule, active_entries
 from sparsemlp.kernels._tiles import dot
 
 __all__ = ["tile_list", "tile_products"]

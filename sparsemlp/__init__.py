@@ -1,8 +1,8 @@
 """sparsemlp: kernels that skip the zeros in Transformer MLPs.
 
-Importing the package needs PyTorch only. See `sparsemlp.gated_mlp` and `sparsemlp.activation` for the operators,
-`sparsemlp.nn` for modules, `sparsemlp.calibrate` for thresholds, and `sparsemlp.integrations.transformers` for Hugging
-Face models.
+Importing the package needs PyTorch only. See `sparsemlp.gated_mlp`, `sparsemlp.mlp`, `sparsemlp.sparse_linear` and
+`sparsemlp.activation` for the operators, `sparsemlp.nn` for modules, `sparsemlp.calibrate` for thresholds, and
+`sparsemlp.integrations.transformers` for Hugging Face models.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sparsemlp._op import BackendUnavailableError
-from sparsemlp.ops import activation, gated_mlp
+from sparsemlp.ops import activation, gated_mlp, mlp, sparse_linear
 
 if TYPE_CHECKING:
     from sparsemlp.calibration import Plan, calibrate
 
 __version__ = "0.1.0"
 
-__all__ = ["BackendUnavailableError", "Plan", "__version__", "activation", "calibrate", "gated_mlp"]
+__all__ = [
+    "BackendUnavailableError",
+    "Plan",
+    "__version__",
+    "activation",
+    "calibrate",
+    "gated_mlp",
+    "mlp",
+    "sparse_linear",
+]
 
 
 def __getattr__(name: str) -> Any:

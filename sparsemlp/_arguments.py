@@ -108,9 +108,10 @@ def _add_bench(commands: Any, run: Mapping[str, Command]) -> None:
         "skipped on the model's own continuation of a built-in paragraph.",
         "examples:\n"
         "  sparsemlp bench ./smollm2 --plan plan30 --plan plan50 --text held_out.txt\n"
-        "  sparsemlp bench ./smollm2 --plan plan50 --dtype fp32 --json > result.json\n\n"
-        "--json prints {model, dtype, machine, perplexity_tokens, results: [{name, method, target, sparsity,\n"
-        "perplexity, mlp_ms, mlp_speedup, tokens_per_s, speedup}]}; perplexity is null without --text.\n"
+        "  sparsemlp bench ./smollm2 --plan plan50 --dtype fp32 --json > result.json\n"
+        "  sparsemlp bench ./smollm2 --plan plan50 --quantize int8 --text held_out.txt\n\n"
+        "--json prints {model, dtype, quantize, machine, perplexity_tokens, results: [{name, method, target,\n"
+        "sparsity, perplexity, mlp_ms, mlp_speedup, tokens_per_s, speedup}]}; perplexity is null without --text.\n"
         "Measure on an idle machine: where other programs take its cores, PyTorch loses more than these kernels.",
     )
     parser.add_argument(
@@ -126,6 +127,11 @@ def _add_bench(commands: Any, run: Mapping[str, Command]) -> None:
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights (default bf16)"
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="round the sparse MLPs' weights to int8; the dense row keeps --dtype",
     )
     parser.add_argument("--text", metavar="FILE", type=Path, nargs="+", help="held-out UTF-8 text files")
     parser.add_argument(

@@ -97,7 +97,9 @@ def _bench(args: argparse.Namespace) -> int:
         _sentence(functools.partial(made.check, dense), f"--plan {path}")
     windows = _windows(dense, tokenizer, args) if args.text else None
     prompt = windows[0][:, :PROMPT_TOKENS] if windows else _prompt(tokenizer)
-    sparse = _sentence(lambda: sparsify(_load(args.model, dtype)[0]), f"MODEL_DIR {args.model}")
+    sparse = _sentence(
+        lambda: sparsify(_load(args.model, dtype)[0], quantize=args.quantize), f"MODEL_DIR {args.model}"
+    )
     say = _say if not args.json else lambda message: None
 
     names = ["dense", "threshold 0", *map(str, args.plan)]
@@ -135,6 +137,7 @@ def _print_bench(args: argparse.Namespace, results: list[dict[str, Any]], tokens
         document = {
             "model": str(args.model),
             "dtype": args.dtype,
+            "quantize": args.quantize,
             "machine": where,
             "perplexity_tokens": tokens,
         }
@@ -156,7 +159,8 @@ def _print_bench(args: argparse.Namespace, results: list[dict[str, Any]], tokens
             f"{r['speedup']:.2f}",
         ]
         rows.append(cells)
-    print(f"{args.model}, {args.dtype}; {where['cpu']}, {where['threads']} threads, kernels: {where['isa']}")
+    weights = args.dtype if args.quantize is None else f"{args.dtype}, sparse MLPs {args.quantize}"
+    print(f"{args.model}, {weights}; {where['cpu']}, {where['threads']} threads, kernels: {where['isa']}")
     header = ("model", "sparsity", "perplexity", "MLP ms/token", "×", "tok/s", "×")
     print("\n".join(format_table(header, rows)))
     print("× faster than dense; medians of greedy decoding at batch 1, all rows in turns")

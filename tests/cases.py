@@ -1,190 +1,27 @@
-"""Sample inputs of `gated_mlp`, one declarative list, and how the truth and the peers are computed from them.
-
-A case names what is special about it; everything else is the default. Weights are by default slices of larger
-buffers filled with NaN, so that a read past a row's tail changes the result.
-"""
+"""Cases of `gated_mlp`, one declarative list; `tests.samples` says what they mean and builds their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from sparsemlp import activations
-from tests.devices import device_of, on
+from tests.samples import DTYPES, PARAMS, Case, Sample, _scale, _x, build, rows
 from tests.truth import Truth
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PARAMS = {"weird": (1.625, 1.625, 1.5), "fatrelu": (0.375,), "mix": (0.25,)}
-"""Parameters of the activations that have some, exact in every float dtype."""
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "PARAMS",
+    "Case",
+    "Sample",
+    "Truth",
+    "_scale",
+    "_x",
+    "build",
+    "rows",
+]
+
 TOKENS = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100)
 SIZES = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 100, 576)
 WIDTHS = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 65, 100, 257)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. `density` is the wanted fraction of active entries, or how the threshold is chosen."""
-
-    name: str
-    tokens: int = 3
-    d: int = 65
-    f: int = 100
-    activation: str = "silu"
-    density: float | str = 0.5
-    scale: str = ""
-    mean: str = ""
-    biases: str = ""
-    weights: str = "guarded"
-    x: str = "plain"
-    indicator: str = "gate"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass
-class Sample:
-    """A case's tensors in one dtype; `call` are the keyword arguments of `sparsemlp.gated_mlp`."""
-
-    x: Tensor
-    w_gate: Tensor
-    w_up: Tensor
-    w_down_t: Tensor
-    activation: str
-    threshold: Tensor
-    options: dict[str, Tensor] = field(default_factory=dict)
-    indicator: str = "gate"
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.w_gate, self.w_up, self.w_down_t
-
-    def run(self, function: Callable[..., Tensor], **changes: Any) -> Tensor:
-        """The function's result; computed where the backend is at home and brought back."""
-        call = {"threshold": self.threshold, "activation": self.activation, **self.options, **changes}
-        if self.indicator != "gate":
-            call["indicator"] = self.indicator
-        device = device_of(call.get("backend", "auto"))
-        call = {k: on(device, v) if isinstance(v, Tensor) else v for k, v in call.items()}
-        return function(*(on(device, t) for t in (self.x, *self.weights)), **call).to(self.x.device)
-
-    def token(self, i: int) -> Sample:
-        """The same call for one token alone, its memory copied."""
-        options = dict(self.options)
-        if "token_scale" in options:
-            options["token_scale"] = options["token_scale"].reshape(-1)[i : i + 1]
-        x = self.x.reshape(-1, self.x.shape[-1])[i : i + 1].clone()
-        return replace(self, x=x, options=options)
-
-
-def rows(values: Tensor, layout: str) -> Tensor:
-    """`values` (N, D) stored as the layout says, NaN in every gap."""
-    n, d = values.shape
-    if layout == "plain":
-        return values.contiguous()
-    if layout == "end":  # the last row ends where its storage ends
-        buffer = values.new_full((n * (d + 3) + 5,), torch.nan)
-        view = buffer[5 + 3 :].as_strided((n, d), (d + 3, 1))
-    elif layout == "guarded":
-        view = values.new_full((n + 2, d + 7), torch.nan)[1 : 1 + n, 3 : 3 + d]
-    elif layout == "columns":
-        view = values.new_full((d + 1, n + 1), torch.nan)[:d, :n].t()
-    elif layout == "strided":
-        view = values.new_full((n, 2 * d + 1), torch.nan)[:, 1::2]
-    elif layout == "repeated":  # row stride 0: every row is the first
-        return values[:1].clone().expand(n, d) if n else values
-    else:
-        raise ValueError(f"no layout {layout!r}")
-    return view.copy_(values)
-
-
-def _weights(layout: str, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if layout not in ("interleaved", "triple"):
-        return rows(gate, layout), rows(up, layout), rows(down, layout)
-    together = (gate, up) if layout == "interleaved" else (gate, up, down)
-    pack = torch.stack(together, dim=1)
-    views = [pack[:, i] for i in range(len(together))]
-    return views[0], views[1], views[2] if len(views) == 3 else rows(down, "guarded")
-
-
-def _x(layout: str, values: Tensor) -> Tensor:
-    tokens, d = values.shape
-    if layout == "leading":
-        return values.reshape(1, tokens, 1, d)
-    if layout == "vector":
-        return values[0].clone()
-    if layout == "swapped":  # (B, S, D) seen from (S, B, D) memory: cannot be flattened without a copy
-        return values.reshape(-1, 2, d).clone().transpose(0, 1)
-    return rows(values, layout)
-
-
-def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
-    """The case's tensors, the same for the same seed."""
-    g = torch.Generator().manual_seed(1000 * seed + sum(map(ord, case.name)))
-
-    def normal(*shape: int, size: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=g) * size).to(dtype)
-
-    spread = max(case.d, 1) ** -0.5
-    w_gate, w_up, w_down_t = _weights(
-        case.weights,
-        normal(case.f, case.d, size=1.5 * spread),
-        normal(case.f, case.d, size=1.5 * spread),
-        normal(case.f, case.d, size=max(case.f, 1) ** -0.5),
-    )
-    options: dict[str, Tensor] = {}
-    if case.activation in PARAMS:
-        options["activation_params"] = torch.tensor(PARAMS[case.activation])
-    for letter, size in (("gate", case.f), ("up", case.f), ("down", case.d)):
-        if letter[0] in case.biases:
-            options[f"b_{letter}"] = normal(size, size=0.5)
-    x = _x(case.x, normal(case.tokens, case.d))
-    sample = Sample(x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options, case.indicator)
-    tokens = x.numel() // case.d if case.d else case.tokens
-    if case.scale:
-        options["token_scale"] = _scale(case.scale, tokens, g)
-    if case.mean:
-        options["skipped_mean"] = torch.randn(case.f, generator=g) * 0.2
-        if "out" in case.mean:
-            options["skipped_out"] = (options["skipped_mean"].double() @ w_down_t.double()).float()
-    sample.threshold = _threshold(case.density, Truth(sample), g)
-    return sample
-
-
-def _scale(kind: str, tokens: int, g: torch.Generator) -> Tensor:
-    if kind == "varied":
-        return torch.rand(tokens, generator=g) * 1.5 + 0.25
-    scale = torch.ones(tokens)
-    if kind == "one_zero":
-        scale[tokens // 2 : tokens // 2 + 1] = 0
-        return scale
-    scale[::2] = 0  # "alternate"
-    return scale
-
-
-def _threshold(density: float | str, truth: Truth, g: torch.Generator) -> Tensor:
-    magnitude = truth.m.abs()
-    f = magnitude.shape[1]
-    if density == 0:
-        return torch.tensor(torch.inf)
-    if density == 1 or magnitude.numel() == 0:
-        return torch.zeros(()) if density == 1 else torch.zeros(f)
-    if density == "one_column":
-        limit = torch.full((f,), torch.inf)
-        limit[f // 2] = 0
-        return limit
-    if density in ("neurons", "some_inf"):
-        limit = torch.rand(f, generator=g) * 2 * magnitude.median().float()
-        limit[::5] = 0
-        if density == "some_inf":
-            limit[1::3] = torch.inf
-        return limit
-    assert isinstance(density, float)
-    return magnitude.flatten().quantile(1 - density).float()
 
 
 def _sizes() -> list[Case]:
@@ -273,6 +110,81 @@ def _indicators() -> list[Case]:
     ]  # fmt: skip
 
 
+def _inputs() -> list[Case]:
+    """A threshold on what the gate sees, with every indicator and beside everything else."""
+    kinds = (
+        ("gate", 0.5, 0.5, "silu", "", ""),
+        ("gate", 1, "channels", "silu", "", "gud"),
+        ("gate", "neurons", 0.25, "relu", "mean+out", "g"),
+        ("gate", 0.5, 0, "gelu", "", "gu"),
+        ("gate", 0.5, 1, "silu", "", ""),
+        ("up", 0.5, "channels", "silu", "mean", "gud"),
+        ("product", "some_inf", 0.5, "jsrelu", "", "gud"),
+        ("product", 0.5, 0.5, "weird", "", ""),
+    )
+    cases = [
+        Case(
+            f"inputs-{inputs}-{indicator}-{density}-{activation}-{mean}-T{tokens}",
+            tokens=tokens, density=density, activation=activation, mean=mean, biases=biases, indicator=indicator,
+            inputs=inputs,
+        )
+        for indicator, density, inputs, activation, mean, biases in kinds
+        for tokens in (1, 5, 36, 130)
+    ]  # fmt: skip
+    sizes = [(0, 5, 7), (1, 0, 9), (3, 1, 5), (2, 9, 0), (1, 33, 1), (7, 130, 31), (32, 17, 65)]
+    cases += [Case(f"inputs-size-{t}-{d}-{f}", tokens=t, d=d, f=f, inputs=0.5) for t, d, f in sizes]
+    cases += [
+        Case(f"inputs-w-{w}-x-{x}", tokens=6, weights=w, x=x, inputs="channels", scale="varied")
+        for w, x in (
+            ("plain", "strided"),
+            ("end", "end"),
+            ("repeated", "columns"),
+            ("interleaved", "leading"),
+        )
+    ]
+    return cases
+
+
+def _int8() -> list[Case]:
+    """int8 weights, with everything that float weights are tested with."""
+    kinds = (
+        ("gate", 0.5, "silu", "", "", ""),
+        ("gate", 1, "relu", "", "", "gud"),
+        ("gate", "neurons", "gelu", "mean+out", "varied", "g"),
+        ("gate", 0, "silu", "mean", "one_zero", ""),
+        ("up", 0.5, "silu", "", "", "gud"),
+        ("product", "some_inf", "jsrelu", "mean", "alternate", "ud"),
+    )
+    cases = [
+        Case(
+            f"int8-{indicator}-{density}-{activation}-{mean}-{scale}-T{tokens}",
+            tokens=tokens, density=density, activation=activation, mean=mean, scale=scale, biases=biases,
+            indicator=indicator, int8=True,
+        )
+        for indicator, density, activation, mean, scale, biases in kinds
+        for tokens in (1, 4, 32, 36, 130)
+    ]  # fmt: skip
+    for i, (d, f) in enumerate(zip(SIZES, reversed(WIDTHS[1:]), strict=True)):
+        tokens = TOKENS[(3 * i) % len(TOKENS)]
+        cases.append(Case(f"int8-size-{tokens}-{d}-{f}", tokens=tokens, d=d, f=f, int8=True))
+    layouts = ("plain", "end", "interleaved", "triple", "repeated")
+    cases += [Case(f"int8-w-{w}", tokens=5, weights=w, density="neurons", int8=True) for w in layouts]
+    cases += [
+        Case(f"int8-x-{x}", tokens=6, x=x, int8=True) for x in ("strided", "columns", "leading", "swapped")
+    ]
+    cases += [
+        Case(f"int8-wide-{t}-{d}-{f}", tokens=t, d=d, f=f, int8=True)
+        for t, d, f in ((1, 576, 1536), (2, 4096, 60), (32, 130, 700), (40, 2100, 70))
+    ]
+    cases += [
+        Case(f"int8-inputs-{inputs}-{indicator}-T{tokens}", tokens=tokens, inputs=inputs, indicator=indicator,
+             biases="gud", int8=True)
+        for inputs, indicator in ((0.5, "gate"), ("channels", "product"))
+        for tokens in (1, 6, 40, 130)
+    ]  # fmt: skip
+    return cases
+
+
 def _biases() -> list[Case]:
     return [
         Case(f"bias-{b}-{a}-T{t}", tokens=t, biases=b, activation=a)
@@ -329,6 +241,8 @@ CASES = [
     *_layouts(),
     *_biases(),
     *_indicators(),
+    *_inputs(),
+    *_int8(),
 ]
 """Every case; names are unique."""
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -26,10 +27,16 @@ from sparsemlp.kernels import _configs
 from sparsemlp.ops.activation import BACKWARD, COUNTED
 from sparsemlp.ops.activation import OP as FORWARD
 from sparsemlp.ops.gated_mlp import OP as GATED_MLP
+from sparsemlp.ops.mlp import OP as MLP
+from sparsemlp.ops.sparse_linear import OP as SPARSE_LINEAR
+from tests import cases as gated_mlp_cases
+from tests import mlp_cases, sparse_linear_cases
 from tests import test_conformance_activation as of_activations
-from tests import test_conformance_gated_mlp as conformance
+from tests import test_conformance_gated_mlp as of_gated_mlp
+from tests import test_conformance_gated_mlp_inputs as of_inputs
+from tests import test_conformance_mlp as of_mlp
+from tests import test_conformance_sparse_linear as of_sparse_linear
 from tests.blocks import TILES
-from tests.cases import CASES, build
 
 KERNELS = Path(sparsemlp.__file__).resolve().parents[1] / "kernels"
 Check = Callable[[], object]
@@ -51,21 +58,29 @@ class Mutant:
         return f"{self.file}: {' '.join(self.old.split())} → {' '.join(self.new.split())}"
 
 
-def cases(*names: str) -> Check:
-    """The named cases, one dtype after another."""
+def _cases_of(module: ModuleType, conformance: ModuleType) -> Callable[..., Check]:
+    """Of a module's cases the named ones, one dtype after another, held as a conformance test holds them."""
 
-    def run() -> None:
-        for name in names:
-            case = next(c for c in CASES if c.name == name)
-            for dtype in (torch.float32, torch.float16):
-                conformance.check(build(case, dtype), "triton")
+    def named(*names: str) -> Check:
+        def run() -> None:
+            for name in names:
+                case = next(c for c in module.CASES if c.name == name)
+                for dtype in (torch.float32, torch.float16):
+                    conformance.check(module.build(case, dtype), "triton")
 
-    return run
+        return run
+
+    return named
 
 
-def call(test: str, *args: object) -> Check:
+cases = _cases_of(gated_mlp_cases, of_gated_mlp)
+mlps = _cases_of(mlp_cases, of_mlp)
+linears = _cases_of(sparse_linear_cases, of_sparse_linear)
+
+
+def call(test: str, *args: object, of: ModuleType = of_gated_mlp) -> Check:
     """A conformance test by name."""
-    return lambda: getattr(conformance, test)(*args, backend="triton")
+    return lambda: getattr(of, test)(*args, backend="triton")
 
 
 def tiles(*names: str) -> Check:
@@ -117,7 +132,7 @@ _GATED = (
         "tl.where(scale == 0, limit, scale * limit)",
         DENSE,
     ),
-    ("gated_mlp.py", "active & (act != 0)", "active", ZEROS),
+    ("_select.py", "active & (act != 0)", "active", ZEROS),
     ("_tiles.py", "(tl.abs(m) < limit) == 0", "tl.abs(m) >= limit", NAN_WEIGHT),
     (
         "_tiles.py",
@@ -125,65 +140,132 @@ _GATED = (
         "acc += (t[None, :] == i) * sums[:, None]",
         NAN_TOKEN,
     ),
-    ("gated_mlp.py", "inside = j < F", "inside = j < F - 1", TAILS),
-    ("gated_mlp.py", "inside = j < F", "inside = j <= F", cases("w-end-T1", "w-end-T5")),
-    ("gated_mlp.py", "h = tl.where(active, h, 0.0)", "h = h + 0.0", cases("density-0.1-T6")),
+    ("_select.py", "inside = j < F", "inside = j < F - 1", TAILS),
+    ("_select.py", "inside = j < F", "inside = j <= F", cases("w-end-T1", "w-end-T5")),
+    ("_select.py", "h = tl.where(active, h, 0.0)", "h = h + 0.0", cases("density-0.1-T6")),
     (
-        "gated_mlp.py",
+        "_select.py",
         "if bias is not None:",
         "if bias is None:",
         cases("bias-g-silu-T4"),
     ),
-    ("gated_mlp.py", "tl.store(arrived + c,", "tl.store(arrived + c + 1,", cases("w-plain-T1")),
+    ("_select.py", "tl.store(arrived + c,", "tl.store(arrived + c + 1,", cases("w-plain-T1")),
     (
-        "_gated_mlp_down.py",
+        "_rows.py",
         "before = ends[None, :] <= item[:, None]",
         "before = ends[None, :] < item[:, None]",
         TAILS,
     ),
-    ("_gated_mlp_down.py", "+ (item - begin)", "+ item", TAILS),
-    ("_gated_mlp_down.py", "segment < segments, other=0)", "segment < segments - 1, other=0)", TAILS),
-    ("_gated_mlp_down.py", "live = item < total", "live = item < total - 1", TAILS),
-    ("_gated_mlp_down.py", "live = item < total", "live = item <= total", TAILS),
-    ("_gated_mlp_down.py", "if wrong != 0:", "if wrong > 1:", MATES),
-    ("_gated_mlp_down.py", "(((bits >> i) & 1) != 0)", "(bits != 0)", MATES),
-    ("_gated_mlp_down.py", "for s in range(SPLITS):", "for s in range(SPLITS - 1):", TAILS),
+    ("_rows.py", "+ (item - begin)", "+ item", TAILS),
+    ("_rows.py", "segment < segments, other=0)", "segment < segments - 1, other=0)", TAILS),
+    ("_rows.py", "live = item < total", "live = item < total - 1", TAILS),
+    ("_rows.py", "live = item < total", "live = item <= total", TAILS),
+    ("_rows.py", "if wrong != 0:", "if wrong > 1:", MATES),
+    ("_rows.py", "(((bits >> i) & 1) != 0)", "(bits != 0)", MATES),
+    ("_rows.py", "for s in range(SPLITS):", "for s in range(SPLITS - 1):", TAILS),
     (
-        "_gated_mlp_down.py",
+        "_rows.py",
         "if skipped_out is not None:",
         "if skipped_out is None:",
         cases("mean+out--0.5--T4"),
     ),
-    ("gated_mlp.py", "h -= tl.load(skipped_mean", "h += tl.load(skipped_mean", cases("mean+out--0.5--T4")),
+    ("_select.py", "h -= tl.load(skipped_mean", "h += tl.load(skipped_mean", cases("mean+out--0.5--T4")),
     (
-        "gated_mlp_prefill.py",
+        "_masked.py",
         "tl.where(active, h, 0.0).to(hidden.dtype.element_ty), mask=mask)",
         "h.to(hidden.dtype.element_ty), mask=mask)",
         cases("density-0.5-T36"),
     ),
     (
-        "gated_mlp_prefill.py",
+        "_masked.py",
         "mask = (j < F) & (t >= 0)",
         "mask = (j < F - 1) & (t >= 0)",
         cases("w-guarded-T33"),
     ),
-    ("gated_mlp.py", "m = act * up if", "m = act if", cases("product-silu-0.5---T5")),
-    ("gated_mlp.py", 'if INDICATOR != "up" and skipped_mean is None:', "if skipped_mean is not None:", ZEROS),
-    ("_gated_mlp_rule.py", "m = act * m", "m = act", cases("product-silu-0.5---T36")),
-    ("_gated_mlp_rule.py", "active & (act != 0)", "active", MANY_ZEROS),
-    ("gated_mlp_prefill.py", "if wrong != 0:", "if wrong > 1:", MANY_MATES),
+    ("_select.py", "m = act * up if", "m = act if", cases("product-silu-0.5---T5")),
+    ("_select.py", 'if INDICATOR != "up" and skipped_mean is None:', "if skipped_mean is not None:", ZEROS),
+    ("_rule.py", "m = act * m", "m = act", cases("product-silu-0.5---T36")),
+    ("_rule.py", "active & (act != 0)", "active", MANY_ZEROS),
+    ("_masked.py", "if wrong != 0:", "if wrong > 1:", MANY_MATES),
     (
-        "gated_mlp_prefill.py",
+        "_masked.py",
         "mask=column & inside[None, :]",
         "mask=tl.trans(mask) & inside[None, :]",
         MANY_MATES,
     ),
     (
-        "gated_mlp_prefill.py",
+        "_masked.py",
         "for start in range(0, F, BLOCK_F):",
         "for start in range(0, F - BLOCK_F, BLOCK_F):",
         MANY_MATES,
     ),
+)
+
+UNSEEN = call(
+    "test_columns_that_the_gate_does_not_see_are_not_read", torch.inf, 40, torch.float32, of=of_inputs
+)
+MANY_MATES_OF_LINEAR = call(
+    "test_rows_count_for_the_tokens_that_want_them", torch.inf, 40, HALF, of=of_sparse_linear
+)
+MANY_MATES_OF_MLP = call("test_rows_count_for_the_tokens_that_want_them", torch.inf, 40, HALF, of=of_mlp)
+_INPUTS = (
+    (
+        "gated_mlp.py",
+        "_channels.few(x, w_gate.t(), input_threshold,",
+        "_channels.few(x, w_gate.t(), threshold,",
+        cases("inputs-0.5-gate-0.5-silu--T5"),
+    ),
+    (
+        "gated_mlp_prefill.py",
+        "input_threshold, None, b_gate)",
+        "input_threshold, None, None)",
+        cases("inputs-0.5-gate-0.5-silu--T36"),
+    ),
+    (
+        "_select.py",
+        'if INDICATOR == "up" or INDICATOR == "product":',
+        'if INDICATOR == "product":',
+        cases("inputs-channels-up-0.5-silu-mean-T5"),
+    ),
+    ("_channels.py", "run([_masked.repair(", "([_masked.repair(", UNSEEN),
+)
+_LINEAR = (
+    ("_select.py", "* stride_pre + j[:, None]", "* 1 + j[:, None]", linears("x-guarded-T6")),
+    ("_select.py", "tl.load(pre + t", "tl.load(pre + 1 + t", linears("density-0.5-T6")),
+    (
+        "_channels.py",
+        "weight_t, bias, None, out_dtype",
+        "weight_t, None, None, out_dtype",
+        linears("density-0.5-T1"),
+    ),
+    (
+        "_channels.py",
+        "F.linear(h, weight_t.t(), bias)",
+        "F.linear(h, weight_t.t())",
+        linears("density-0.5-T36"),
+    ),
+    ("_channels.py", "token_scale), x.contiguous()", "token_scale), x", linears("x-guarded-T34")),
+    ("_channels.py", "Rule(threshold, token_scale,", "Rule(threshold, None,", linears("scale-varied-0.5-T5")),
+    ("_channels.py", "run([_masked.repair(", "([_masked.repair(", MANY_MATES_OF_LINEAR),
+)
+_MLP = (
+    (
+        "_select.py",
+        'h = act if INDICATOR == "ungated"',
+        'h = act * act if INDICATOR == "ungated"',
+        mlps("density-0.5-T6"),
+    ),
+    ("_masked.py", "h = act\n", "h = act * act\n", mlps("density-0.5-T36")),
+    ("mlp.py", "w_in, None, None, b_in,", "w_in, None, None, None,", mlps("bias-i-gelu-T4")),
+    ("mlp.py", "F.linear(x, w_in, b_in)", "F.linear(x, w_in)", mlps("bias-i-gelu-T40")),
+    (
+        "mlp.py",
+        "w_out_t, b_out, skipped_out, x.dtype",
+        "w_out_t, None, skipped_out, x.dtype",
+        mlps("bias-o-gelu-T4"),
+    ),
+    ("mlp.py", "gemm_bias(b_out, skipped_out,", "gemm_bias(b_out, None,", mlps("mean+out--0.5--T34")),
+    ("mlp.py", "run([_masked.repair(", "([_masked.repair(", MANY_MATES_OF_MLP),
 )
 
 _TILES = (
@@ -238,6 +320,9 @@ _ACTIVATION = (
 
 MUTANTS = [
     *(Mutant(*row) for row in _GATED),
+    *(Mutant(*row) for row in _INPUTS),
+    *(Mutant(*row, (SPARSE_LINEAR,)) for row in _LINEAR),
+    *(Mutant(*row, (MLP,)) for row in _MLP),
     *(Mutant("gated_mlp_tiles.py", *row) for row in _TILES),
     *(Mutant(*row, *ACTIVATION) for row in _ACTIVATION),
 ]

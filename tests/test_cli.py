@@ -90,7 +90,7 @@ def test_bench_json_is_alone_on_stdout_with_stable_keys(
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     document = json.loads(out)
-    assert set(document) == {"model", "dtype", "machine", "perplexity_tokens", "results"}
+    assert set(document) == {"model", "dtype", "quantize", "machine", "perplexity_tokens", "results"}
     assert (document["dtype"], document["perplexity_tokens"]) == ("fp32", 2 * 63)
     dense, zero, sparse = document["results"]
     assert all(set(r) == RESULT_KEYS for r in document["results"])

@@ -245,10 +245,6 @@ BAD = {
         dict(indicator="screen"),
         r"indicator is 'screen', expected gate, up or product; screen is not built yet",
     ),
-    "input-threshold": (
-        dict(input_threshold=torch.ones(())),
-        r"input_threshold is not built yet; leave it None",
-    ),
     # activation parameters
     "params-missing": (
         dict(activation="weird"),

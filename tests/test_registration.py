@@ -38,9 +38,10 @@ def raw(sample: Sample, backend: str) -> tuple[Any, ...]:
     """The registered operator's arguments."""
     o = sample.options
     return (
-        sample.x, *sample.weights, sample.threshold, None, o.get("token_scale"), o.get("skipped_mean"),
-        o.get("skipped_out"), o.get("b_gate"), o.get("b_up"), o.get("b_down"), None, None, None, None, None, None, None,
-        o.get("activation_params"), sample.activation, "gate", backend,
+        sample.x, *sample.weights, sample.threshold, o.get("input_threshold"), o.get("token_scale"),
+        o.get("skipped_mean"), o.get("skipped_out"), o.get("b_gate"), o.get("b_up"), o.get("b_down"),
+        o.get("scale_gate"), o.get("scale_up"), o.get("scale_down"), None, None, None, None,
+        o.get("activation_params"), sample.activation, sample.indicator, backend,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from sparsemlp import activations
 from sparsemlp.testing import flip_budget, linear_error, threshold_band
 
 if TYPE_CHECKING:
-    from tests.cases import Sample
+    from tests.samples import Sample
 
 
 class Truth:
@@ -33,8 +33,13 @@ class Truth:
             if d
             else sample.x.double().reshape(sample.x.shape[:-1].numel(), 0)
         )
-        self.pre = F.linear(self.x, sample.w_gate.double(), wide("b_gate"))
-        self.up = F.linear(self.x, sample.w_up.double(), wide("b_up"))
+        self.w_gate, self.w_up, self.w_down_t = sample.values
+        self.seen, limit = self.x, wide("input_threshold")
+        if limit is not None:
+            self.seen = torch.where(self.x.abs() < limit, 0.0, self.x)
+            self.w_gate = torch.where((self.seen != 0).any(0), self.w_gate, 0.0)
+        self.pre = F.linear(self.seen, self.w_gate, wide("b_gate"))
+        self.up = F.linear(self.x, self.w_up, wide("b_up"))
         params = wide("activation_params")
         self.phi = lambda p: activations.apply(p, sample.activation, params)
         self.act = self.phi(self.pre)
@@ -51,12 +56,12 @@ class Truth:
         self.hidden = torch.where(
             self.active, self.act * self.up - (0 if self.mean is None else self.mean), 0.0
         )
-        down = torch.where(self.active.any(0)[:, None], sample.w_down_t.double(), 0.0)
+        down = torch.where(self.active.any(0)[:, None], self.w_down_t, 0.0)
         self.out = self.hidden @ down
         for name in ("b_down", "skipped_out"):
             value = wide(name)
             if name == "skipped_out" and value is None and self.mean is not None:
-                value = self.mean @ sample.w_down_t.double()
+                value = self.mean @ self.w_down_t
             if value is not None:
                 self.out = self.out + value
 
@@ -68,6 +73,7 @@ class Truth:
         if count is None:
             count = 3 if self.out.numel() >= 64 else 12
         s, dtype = self.sample, self.sample.x.dtype
+        gate, up_rows, down_rows = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down_t))
         g = torch.Generator().manual_seed(0)
         out = []
         for _ in range(count):
@@ -75,35 +81,45 @@ class Truth:
                 torch.randperm(s.w_gate.shape[1], generator=g),
                 torch.randperm(s.w_gate.shape[0], generator=g),
             )
-            x = self.x.to(dtype)[:, d]
+            x, seen = self.x.to(dtype)[:, d], self.seen.to(dtype)[:, d]
 
             def bias(name: str, order: Tensor | None) -> Tensor | None:
                 value = self.sample.options.get(name)
                 return value if value is None or order is None else value[order]
 
-            pre = F.linear(x, s.w_gate[f][:, d], bias("b_gate", f))
-            up = F.linear(x, s.w_up[f][:, d], bias("b_up", f))
+            pre = F.linear(seen, gate[f][:, d], bias("b_gate", f))
+            up = F.linear(x, up_rows[f][:, d], bias("b_up", f))
             act = activations.apply(pre, s.activation, s.options.get("activation_params"))
             product = act * up if self.mean is None else act * up - self.mean.to(dtype)[f]
             hidden = torch.where(self.active[:, f], product, 0)
-            down = torch.where(self.active.any(0)[:, None], s.w_down_t, 0)[f]
+            down = torch.where(self.active.any(0)[:, None], down_rows, 0)[f]
             result = F.linear(hidden, down.t(), bias("b_down", None))
             if self.mean is not None:
                 shift = s.options.get("skipped_out")
-                result = result + (self.mean.to(dtype) @ s.w_down_t if shift is None else shift.to(dtype))
+                result = result + (self.mean.to(dtype) @ down_rows if shift is None else shift.to(dtype))
             out.append(result)
         return out
 
     def flips(self, decided_from: torch.dtype) -> Tensor:
         """What entries at the threshold may add to the output's error, (T, D)."""
         s = self.sample
-        error = linear_error(self.x, s.w_gate, s.options.get("b_gate"), decided_from=decided_from)
-        band = self._band(
-            error, linear_error(self.x, s.w_up, s.options.get("b_up"), decided_from=decided_from)
-        )
-        around = torch.stack([self.phi(self.pre + k * error).abs() for k in (-1, 0, 1)]).amax(0)
+
+        def error(x: Tensor, w: Tensor, b: str) -> Tensor:
+            bound = linear_error(x, w, s.options.get(b), decided_from=decided_from)
+            return bound + self._int8_error(x, w, decided_from) if "scale_gate" in s.options else bound
+
+        error_gate = error(self.seen, self.w_gate, "b_gate")
+        band = self._band(error_gate, error(self.x, self.w_up, "b_up"))
+        around = torch.stack([self.phi(self.pre + k * error_gate).abs() for k in (-1, 0, 1)]).amax(0)
         most = around * self.up.abs() + (0 if self.mean is None else self.mean.abs())
-        return flip_budget(band, most, s.w_down_t)
+        return flip_budget(band, most, self.w_down_t)
+
+    def _int8_error(self, x: Tensor, w: Tensor, decided_from: torch.dtype) -> Tensor:
+        """What int8 weights add: x as integers of 16 bits (float32: twice that), and rounding before and after the
+        scale. Roundings are independent: a step of the integers times the row's norm is 3.5 of their deviations."""
+        bits = {torch.float32: 29, torch.float64: 60}.get(self.sample.x.dtype, 14)
+        step = x.abs().amax(dim=1, keepdim=True) * 2.0**-bits if x.shape[1] else x.new_zeros(x.shape[0], 1)
+        return step * w.norm(dim=1) + 0.5 * torch.finfo(decided_from).eps * (x @ w.T).abs()
 
     def _band(self, pre_error: Tensor, up_error: Tensor) -> Tensor:
         if self.sample.indicator == "gate":

@@ -17,7 +17,7 @@ extern "C" int sparsemlp_cpu_isa() {
         if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
             !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
             return 1;
-        return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
     }();
     return best;
 #else

@@ -4,6 +4,7 @@ inline float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t as_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
 inline float widen(float v) { return v; }
+inline float widen(int8_t v) { return v; }
 inline float widen(bf16 v) { return __builtin_bit_cast(float, static_cast<uint32_t>(v.bits) << 16); }
 inline void narrow(float v, float* out) { *out = v; }
 inline void narrow(float v, bf16* out) {

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
+from sparsemlp.integrations._mlps import parts_of
 from sparsemlp.integrations.transformers import activation_of, find_mlps
-from sparsemlp.nn._dense_gated_mlp import members_of
 
-__all__ = ["differences", "fingerprint", "gated_mlps", "layers"]
+__all__ = ["differences", "fingerprint", "layers", "mlps_of"]
 
 _KEYS = {"hidden_size": int, "intermediate_size": int, "activation": str}
 
 
-def gated_mlps(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's gated MLPs, dense or sparse, by qualified name in model order.
+def mlps_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's MLPs, dense or sparse, by qualified name in model order.
 
     Raises:
         ValueError: there is none.
@@ -24,14 +24,14 @@ def gated_mlps(model: nn.Module) -> dict[str, nn.Module]:
     mlps = find_mlps(model)
     if not mlps:
         raise ValueError(
-            f"model is {type(model).__name__} without a gated MLP, expected gate, up and down projections; "
-            "see sparsemlp.integrations.transformers.find_mlps"
+            f"model is {type(model).__name__} without an MLP of a known form, expected gate, up and down projections or "
+            "two layers with an activation between them; see sparsemlp.integrations.transformers.find_mlps"
         )
     return mlps
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What identifies a model for a plan: the architecture's name, and each gated MLP's name, sizes and activation.
+    """What identifies a model for a plan: the architecture's name, and each MLP's name, sizes and activation.
 
     Equal for a model and the same model made sparse, whatever its dtype, device and weights.
 
@@ -39,13 +39,11 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         {"architecture": str, "layers": {name: {"hidden_size": D, "intermediate_size": F, "activation": str}}}.
     """
     layers = {}
-    for name, module in gated_mlps(model).items():
-        members = members_of(module)
-        assert members is not None
-        down = getattr(module, members.down)
+    for name, module in mlps_of(model).items():
+        parts = parts_of(module)
         layers[name] = {
-            "hidden_size": int(down.out_features),
-            "intermediate_size": int(down.in_features),
+            "hidden_size": parts.hidden_size,
+            "intermediate_size": parts.neurons,
             "activation": activation_of(module, model),
         }
     return {"architecture": type(model).__name__, "layers": layers}

@@ -1,4 +1,4 @@
-"""Streaming statistics of one gated MLP: per neuron a log-spaced histogram of |a| with sums of u², h and h² per bin.
+"""Streaming statistics of one MLP: per neuron a log-spaced histogram of |a| with sums of u², h and h² per bin.
 
 Bin edges come from one fixed list of float32 numbers, the cells: four an octave, eight an octave from 1/32 to 2 where
 thresholds usually lie, and finer ones below 0.278 and 0.170, the depths of SiLU's and GELU's negative branch, where

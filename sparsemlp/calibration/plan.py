@@ -1,4 +1,4 @@
-"""`Plan`: thresholds and means of a model's gated MLPs, and the two files they are saved in.
+"""`Plan`: thresholds and means of a model's MLPs, and the two files they are saved in.
 
 A saved plan is a folder with `plan.json` (format, version, method, target, the model's fingerprint, each layer's
 figures and a checksum) and `plan.safetensors` (`<layer>.threshold`, `<layer>.skipped_mean`, float32). Nothing is ever
@@ -63,7 +63,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Plan:
-    """Thresholds for every gated MLP of one model; made by `sparsemlp.calibrate`, applied by `sparsify(model, plan)`.
+    """Thresholds for every MLP of one model; made by `sparsemlp.calibrate`, applied by `sparsify(model, plan)`.
 
     Args:
         method: "cats" or "upaware".

@@ -1,4 +1,4 @@
-"""Collects the statistics of a model's gated MLPs in one pass, and turns them into plans."""
+"""Collects the statistics of a model's MLPs in one pass, and turns them into plans."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from sparsemlp import activations
 from sparsemlp.calibration import cats, upaware
-from sparsemlp.calibration.fingerprints import differences, fingerprint, gated_mlps
+from sparsemlp.calibration.fingerprints import differences, fingerprint, mlps_of
 from sparsemlp.calibration.histogram import Cumulative, LayerStatistics
 from sparsemlp.calibration.plan import LayerPlan, Plan, check_method, check_target
-from sparsemlp.nn import SparseGatedMLP
-from sparsemlp.nn._dense_gated_mlp import members_of
+from sparsemlp.integrations._mlps import parts_of
+from sparsemlp.nn import SparseGatedMLP, SparseMLP
 
 __all__ = ["Batch", "Statistics", "calibrate", "collect"]
 
@@ -65,7 +65,8 @@ class Statistics:
 
         Args:
             target: share of activations to skip, in [0, 1). 0 gives thresholds 0, which change nothing.
-            method: "upaware" (a threshold per neuron) or "cats" (one per layer).
+            method: "upaware" (a threshold per neuron; of an ungated MLP, which has no up projection, "cats" under
+                another name) or "cats" (one per layer).
             mean: replace a skipped neuron's hidden value by its mean over the calibration tokens that skip it.
 
         Returns:
@@ -130,13 +131,14 @@ def calibrate(
 
 
 def collect(model: nn.Module, batches: Iterable[Batch], *, progress: bool = True) -> Statistics:
-    """Runs the model over the batches and gathers the statistics of its gated MLPs; nothing else is kept.
+    """Runs the model over the batches and gathers the statistics of its MLPs; nothing else is kept.
 
     The model runs as it is: on its device, in its dtype, in eval mode and without gradients; modes are put back
     afterwards. MLPs that are sparse already run dense meanwhile, so the statistics are always the dense model's.
 
     Args:
-        model: a Hugging Face causal language model, or any module with `SparseGatedMLP`s inside.
+        model: a Hugging Face causal language model, an encoder, a vision model, or any module with
+            `SparseGatedMLP`s or `SparseMLP`s inside.
         batches: (B, S) int64 token ids, called as `model(ids)`, or dicts, called as `model(**batch)`. Positions where
             a dict's `attention_mask` (B, S) is 0 are left out. Some ten thousand tokens are plenty.
         progress: show a bar (needs tqdm; without it there is none).
@@ -145,11 +147,12 @@ def collect(model: nn.Module, batches: Iterable[Batch], *, progress: bool = True
         Statistics, 2 KiB a neuron (94 MB for a 135 M model, about 1 GB for an 8 B one), in CPU memory.
 
     Raises:
-        ValueError: no batch, a batch without tokens or of another type, a model without gated MLPs, or activations
-            that hold NaN or infinity; the message names the batch or the layer.
-    Numerics: a, u and h are taken as float32 from what the gate and up layers return.
+        ValueError: no batch, a batch without tokens or of another type, a model without MLPs of a known form, or
+            activations that hold NaN or infinity; the message names the batch or the layer.
+    Numerics: a, u and h are taken as float32 from what the gate and up layers return, or a = h from what an ungated
+        MLP's first layer does (u is then 1).
     """
-    mlps = gated_mlps(model)
+    mlps = mlps_of(model)
     identity = fingerprint(model)
     recorder = _Recorder()
     with ExitStack() as stack:
@@ -166,12 +169,12 @@ def collect(model: nn.Module, batches: Iterable[Batch], *, progress: bool = True
         )
     for name, layer in recorder.layers.items():
         if layer.tokens == 0:
-            raise ValueError(f"layer {name} saw no token, expected every gated MLP to run; check the batches")
+            raise ValueError(f"layer {name} saw no token, expected every MLP to run; check the batches")
     return Statistics(identity, {name: _on_cpu(layer) for name, layer in recorder.layers.items()})
 
 
 class _Recorder:
-    """Forward hooks on gate and up layers that feed one `LayerStatistics` a module."""
+    """Forward hooks on gate and up (or first) layers that feed one `LayerStatistics` a module."""
 
     def __init__(self) -> None:
         self.layers: dict[str, LayerStatistics] = {}
@@ -181,11 +184,10 @@ class _Recorder:
     @contextmanager
     def watching(self, name: str, module: nn.Module, sizes: Mapping[str, Any]) -> Iterator[None]:
         """Records the module's a and u while the context lasts; a sparse module runs dense."""
-        members = members_of(module)
-        assert members is not None
+        parts = parts_of(module)
         activation, params = sizes["activation"], getattr(module, "activation_params", None)
-        gate = getattr(module, members.gate)
-        device = next((p.device for p in gate.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        first = parts.inputs[0]
+        device = next((p.device for p in first.parameters() if p.device.type != "meta"), torch.device("cpu"))
         self.layers[name] = LayerStatistics(sizes["intermediate_size"], device)
         halves: dict[str, Tensor] = {}
 
@@ -200,13 +202,19 @@ class _Recorder:
         def merged_hook(child: nn.Module, args: Any, out: Tensor) -> None:
             self._record(name, activation, params, *out.chunk(2, dim=-1))
 
+        def ungated_hook(child: nn.Module, args: Any, out: Tensor) -> None:
+            self._record(name, activation, params, out, out.new_ones(()).expand_as(out))
+
+        if not parts.gated:
+            hooks = {first: ungated_hook}
+        elif len(parts.inputs) == 1:
+            hooks = {first: merged_hook}
+        else:
+            hooks = {first: half_hook("gate"), parts.inputs[1]: half_hook("up")}
         with ExitStack() as stack:
-            if members.merged:
-                stack.callback(gate.register_forward_hook(merged_hook).remove)
-            else:
-                stack.callback(gate.register_forward_hook(half_hook("gate")).remove)
-                stack.callback(getattr(module, members.up).register_forward_hook(half_hook("up")).remove)
-            if isinstance(module, SparseGatedMLP):
+            for layer, hook in hooks.items():
+                stack.callback(layer.register_forward_hook(hook).remove)
+            if isinstance(module, (SparseGatedMLP, SparseMLP)):
                 stack.enter_context(_running_dense(module))
             yield
 
@@ -232,8 +240,15 @@ class _Recorder:
 
 
 @contextmanager
-def _running_dense(module: SparseGatedMLP) -> Iterator[None]:
+def _running_dense(module: SparseGatedMLP | SparseMLP) -> Iterator[None]:
     """The module's dense composition through its children, in place of its forward."""
+    if isinstance(module, SparseMLP):
+        module._dense_only = True
+        try:
+            yield
+        finally:
+            module._dense_only = False
+        return
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = lambda x, token_scale=None: module._forward_dense(x)
     try:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from sparsemlp import activations
 from sparsemlp.integrations.transformers import find_mlps
 from sparsemlp.nn import SparseGatedMLP
+from sparsemlp.reference.gated_mlp import input_kept
 
 __all__ = [
     "DecodeSpeed",
@@ -236,11 +237,19 @@ def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
 
 def _skipped(module: SparseGatedMLP, x: Tensor) -> Tensor:
     """Where the module skips a neuron, (..., F) bool: the complement of *active* in docs/ops/gated_mlp.md."""
-    children: Any = module
-    merged = "gate_up_proj" in module._modules
-    gate = children.gate_up_proj(x).chunk(2, dim=-1)[0] if merged else children.gate_proj(x)
+    children, t = module._modules, module.input_threshold
+    gate_layer: Any = children.get("gate_proj", children.get("gate_up_proj"))
+    up_layer: Any = children.get("up_proj", gate_layer)
+    gate = gate_layer(x if t is None else torch.where(input_kept(x, t), x, 0))
+    merged = up_layer is gate_layer
+    if merged:
+        gate, up = gate.chunk(2, dim=-1)
     if not module._fusable():  # its layers are wrapped (LoRA, hooks): it runs dense
         return torch.zeros(gate.shape, dtype=torch.bool)
-    act = activations.apply(gate, module.activation, module.activation_params).float().abs()
-    skipped = act < module.threshold
+    act = activations.apply(gate, module.activation, module.activation_params).float()
+    indicator = act
+    if module.indicator != "gate":
+        up = (up if merged else up_layer(x)).float()
+        indicator = up if module.indicator == "up" else act * up
+    skipped = indicator.abs() < module.threshold
     return skipped if module.skipped_mean is not None else skipped | (act == 0)

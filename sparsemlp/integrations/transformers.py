@@ -1,8 +1,10 @@
-"""Hugging Face models: every gated MLP becomes a `SparseGatedMLP` in place, and back.
+"""Hugging Face models: every MLP becomes a `SparseGatedMLP` or `SparseMLP` in place, and back.
 
-Known by their members and by what they compute, not by class name: Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3,
-SmolLM3 (gate_proj, up_proj, down_proj, act_fn), Phi-3 (gate_up_proj, down_proj, activation_fn), and whatever else has
-the same MLP. Transformers itself is not imported: a model is an `nn.Module` here.
+Known by their members and by what they compute, not by class name. Gated: Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3,
+SmolLM3 (gate_proj, up_proj, down_proj, act_fn), Phi-3 (gate_up_proj, down_proj, activation_fn). Ungated: ViT, CLIP,
+SigLIP, DINOv2, Phi (fc1, activation_fn, fc2), T5 (wi, act, wo), GPT-2 (c_fc, act, c_proj), and inside a larger layer
+OPT, BART, Whisper (fc1, activation_fn, fc2) and BERT (intermediate, output). And whatever else has the same MLP.
+Transformers itself is not imported: a model is an `nn.Module` here.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsemlp.activations import ACTIVATIONS
-from sparsemlp.nn import SparseGatedMLP
-from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
+from sparsemlp.integrations import _mlps
+from sparsemlp.integrations._mlps import SPARSE, parts_of
+from sparsemlp.nn import SparseGatedMLP, SparseMLP
+from sparsemlp.nn._inline_mlp import InlineMLP
+from sparsemlp.nn._projections import own_weight
 from sparsemlp.nn._thresholds import checked_mean, checked_threshold
+from sparsemlp.nn.int8_linear import check_quantizable, check_quantize
 from sparsemlp.ops.gated_mlp import OP
 
 if TYPE_CHECKING:
@@ -28,25 +34,28 @@ if TYPE_CHECKING:
 __all__ = ["activation_of", "densify", "find_mlps", "sparsify"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_Sparse = SparseGatedMLP | SparseMLP
 
 
 def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's gated MLPs, dense or sparse, by qualified name, in model order.
+    """The model's MLPs, gated and ungated, dense or sparse, by qualified name, in model order.
 
     A module used in several places is listed once. Experts of a mixture are left out: thresholds measured on all
-    tokens do not fit what a router sends them.
+    tokens do not fit what a router sends them. So is an MLP with an unknown activation where others' are known.
 
     Args:
-        model: any module; nothing in it is changed, no weight is read.
+        model: any module; nothing in it is changed, and none of the MLPs' weights is read. (A layer with an MLP inside
+            is evaluated on three tokens, once, which reads its other weights.)
 
     Returns:
-        Qualified name (as in `model.named_modules()`) to module.
+        Qualified name (as in `model.named_modules()`) to module. An MLP inside a larger layer, such as OPT's, has the
+        layer's name; the module is the layer while dense, and a `SparseMLP`, which is a part of it, when sparse.
     """
-    return _survey(model)[0]
+    return _mlps.survey(model)[0]
 
 
 def activation_of(module: nn.Module, model: nn.Module) -> str:
-    """The activation of a gated MLP, found by evaluating it.
+    """The activation of an MLP, found by evaluating it.
 
     Args:
         module: one of `find_mlps(model)`.
@@ -57,27 +66,30 @@ def activation_of(module: nn.Module, model: nn.Module) -> str:
     Raises:
         ValueError: it is none of them.
     """
-    if isinstance(module, SparseGatedMLP):
-        return module.activation
-    name = dense_gated_mlp.activation_of(module)
+    name = _mlps.activation_of(module)
     if name is not None:
         return name
-    members = dense_gated_mlp.members_of(module)
-    act = getattr(module, members.act, None) if members is not None and members.act is not None else None
+    act = _mlps.act_of(module)
     config = getattr(model, "config", None)
-    hinted = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    keys = ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn")
+    hinted = next((value for key in keys if (value := getattr(config, key, None))), None)
     what = f"{hinted!r} ({type(act).__name__})" if hinted else type(act).__name__
     known = ", ".join(row.name for row in ACTIVATIONS.values() if not row.params)
     raise ValueError(
         f"activation of {type(model).__name__}'s {type(module).__name__} is {what}, expected one of: {known}; use "
-        "SparseGatedMLP.from_dense(..., activation=...) to replace it by another"
+        "from_dense(..., activation=...) of SparseGatedMLP or SparseMLP to replace it by another"
     )
 
 
 def sparsify(
-    model: _Model, plan: Plan | None = None, *, threshold: float | Tensor = 0.0, backend: str = "auto"
+    model: _Model,
+    plan: Plan | None = None,
+    *,
+    threshold: float | Tensor = 0.0,
+    quantize: str | None = None,
+    backend: str = "auto",
 ) -> _Model:
-    """Replaces every gated MLP of the model by a `SparseGatedMLP`, in place; a second time only sets new thresholds.
+    """Replaces every MLP of the model by a `SparseGatedMLP` or `SparseMLP`, in place; again: only new thresholds.
 
     The weights are not duplicated: each down projection is stored anew, one layer after the other, the rest is left
     where it is. The state dict, `save_pretrained` and `generate` are the dense model's. Nothing is changed when an
@@ -87,6 +99,8 @@ def sparsify(
         model: a model with MLPs that `find_mlps` finds.
         plan: thresholds and means by qualified name, from `sparsemlp.calibrate`; its layers must be the model's.
         threshold: without a plan, one t ≥ 0 for all layers; 0 gives the dense model's outputs.
+        quantize: None leaves the weights as they are; "int8" rounds the MLPs' weights, one layer after the other, and
+            frees the float ones: `densify` does not bring them back, and the state dict is another (docs/int8.md).
         backend: "auto", "native" or "reference", see `sparsemlp.gated_mlp`.
 
     Returns:
@@ -95,6 +109,7 @@ def sparsify(
         ValueError: no such MLP (the message lists what was seen), an unknown activation, or a plan for another model.
     """
     OP.check_backend(backend)
+    check_quantize(quantize)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is {type(model).__name__}, expected a loaded model (torch.nn.Module); load it first"
@@ -103,37 +118,63 @@ def sparsify(
         raise ValueError(
             f"plan is {type(plan).__name__}, expected a sparsemlp.Plan; load it with sparsemlp.Plan.load"
         )
-    mlps, rejected = _survey(model)
+    mlps, rejected = _mlps.survey(model)
     if not mlps:
         raise ValueError(_nothing_found(model, rejected))
-    if "" in mlps:
+    if "" in mlps and not isinstance(mlps[""], InlineMLP) and _mlps.inline_form(mlps[""]) is None:
         raise ValueError(
             f"model is a {type(model).__name__}, an MLP itself, expected a model that contains MLPs; "
-            "use sparsemlp.nn.SparseGatedMLP.from_dense"
+            "use from_dense of sparsemlp.nn.SparseGatedMLP or SparseMLP"
         )
     limits = _limits(model, mlps, plan, threshold)
     names = {name: activation_of(module, model) for name, module in mlps.items()}
+    if quantize is not None:
+        _check_quantizable(mlps)
     for name, reason in rejected.items():
         warnings.warn(
             f"{name} stays dense: {type(model.get_submodule(name)).__name__} {reason}", stacklevel=2
         )
     weights = _shared_weights(mlps.values())
-    made: dict[int, SparseGatedMLP] = {}
+    made: dict[int, _Sparse] = {}
     for name, module in mlps.items():
         t, mean = limits[name]
-        if isinstance(module, SparseGatedMLP):
+        if isinstance(module, SPARSE):
             module.set_thresholds(t, mean)
             module.backend = backend
+            if quantize is not None:
+                module.quantize()
             sparse = module
         else:
-            sparse = SparseGatedMLP.from_dense(module, threshold=t, skipped_mean=mean, backend=backend)
-            assert sparse.activation == names[name]
-            made[id(module)] = sparse
+            sparse = _made_sparse(module, names[name], t, mean, quantize, backend)
+            if not isinstance(sparse, InlineMLP):
+                made[id(module)] = sparse
         sparse.name = name
         _retie(sparse, weights)
     _exchange(model, made)
-    _warn_dense(module for module in model.modules() if isinstance(module, SparseGatedMLP))
+    _warn_dense(module for module in model.modules() if isinstance(module, SPARSE))
     return model
+
+
+def _made_sparse(
+    module: nn.Module,
+    activation: str,
+    threshold: Tensor,
+    mean: Tensor | None,
+    quantize: str | None,
+    backend: str,
+) -> _Sparse:
+    """The sparse form of a dense MLP; of one inside a layer, put there already."""
+    form = _mlps.inline_form(module)
+    if form is not None:
+        return InlineMLP.insert(
+            module, form, activation, threshold=threshold, skipped_mean=mean, backend=backend
+        )
+    kind = SparseGatedMLP if parts_of(module).gated else SparseMLP
+    sparse: _Sparse = kind.from_dense(
+        module, threshold=threshold, skipped_mean=mean, quantize=quantize, backend=backend
+    )
+    assert sparse.activation == activation
+    return sparse
 
 
 def densify(model: _Model) -> _Model:
@@ -145,35 +186,17 @@ def densify(model: _Model) -> _Model:
     Returns:
         `model`.
     """
-    sparse = [module for module in model.modules() if isinstance(module, SparseGatedMLP)]
+    sparse = [module for module in model.modules() if isinstance(module, SPARSE)]
     weights = _shared_weights(sparse)
     dense: dict[int, nn.Module] = {}
     for module in sparse:
-        dense[id(module)] = module.to_dense()
+        if isinstance(module, InlineMLP):
+            module.remove()
+        else:
+            dense[id(module)] = module.to_dense()
         _retie(module, weights)
     _exchange(model, dense)
     return model
-
-
-def _survey(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """(MLPs by name, look-alikes by name with the reason against them)."""
-    found: dict[str, nn.Module] = {}
-    rejected: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, SparseGatedMLP):
-            found[name] = module
-            continue
-        if dense_gated_mlp.members_of(module) is None:
-            continue
-        if "experts" in name.split("."):
-            reason: str | None = "is an expert of a mixture, which is not supported yet"
-        else:
-            reason = dense_gated_mlp.why_not(module)
-        if reason is None:
-            found[name] = module
-        else:
-            rejected[name] = reason
-    return found, rejected
 
 
 def _nothing_found(model: nn.Module, rejected: dict[str, str]) -> str:
@@ -186,9 +209,10 @@ def _nothing_found(model: nn.Module, rejected: dict[str, str]) -> str:
         name, reason = next(iter(rejected.items()))
         because = f", where {name} {reason}"
     return (
-        f"model {type(model).__name__} has no gated MLP of a known form ({seen}{because}), expected children "
-        "gate_proj, up_proj, down_proj, act_fn or gate_up_proj, down_proj, activation_fn that compute "
-        "down(act(gate(x)) * up(x)); use sparsemlp.nn.SparseGatedMLP.from_dense for MLPs of your own"
+        f"model {type(model).__name__} has no MLP of a known form ({seen}{because}), expected children "
+        "gate_proj, up_proj, down_proj, act_fn that compute down(act(gate(x)) * up(x)), or two layers with an "
+        "activation, such as fc1, activation_fn, fc2; use from_dense of sparsemlp.nn.SparseGatedMLP or SparseMLP for "
+        "MLPs of your own"
     )
 
 
@@ -221,54 +245,68 @@ def _limits(
     return limits
 
 
+def _check_quantizable(mlps: dict[str, nn.Module]) -> None:
+    """Every layer can be rounded, found out before any is."""
+    for name, module in mlps.items():
+        if isinstance(module, InlineMLP) or _mlps.inline_form(module) is not None:
+            raise ValueError(
+                f"quantize is 'int8' and the MLP of {name} lies inside a larger layer ({type(module).__name__}), "
+                "expected MLPs that are modules of their own; leave quantize None"
+            )
+        parts = parts_of(module)
+        layers = {n: layer for n, layer in module._modules.items() if layer in (*parts.inputs, parts.last)}
+        check_quantizable(module, tuple(layers), f"{name}.")
+
+
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _down(module: nn.Module) -> nn.Module | None:
-    members = dense_gated_mlp.members_of(module)
-    return None if members is None else module._modules[members.down]
-
-
 def _neurons(module: nn.Module) -> int | None:
-    return getattr(_down(module), "in_features", None)
+    return parts_of(module).neurons
 
 
 def _shared_weights(mlps: Iterable[nn.Module]) -> dict[int, list[nn.Parameter]]:
-    """Down weights that are different Parameters over the same memory: id of each to all of its group."""
+    """Weights that are different Parameters over the same memory: id of each to all of its group."""
     groups: dict[tuple[object, ...], dict[int, nn.Parameter]] = defaultdict(dict)
     for module in mlps:
-        down = _down(module)
-        weight = down._parameters.get("weight") if type(down) is nn.Linear else None
-        if type(weight) is nn.Parameter and weight.device.type != "meta" and weight.numel():
-            key = (weight.device, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
-            groups[key][id(weight)] = weight
+        for weight in _weights_of(module):
+            if type(weight) is nn.Parameter and weight.device.type != "meta" and weight.numel():
+                key = (weight.device, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+                groups[key][id(weight)] = weight
     return {key: list(group.values()) for group in groups.values() if len(group) > 1 for key in group}
+
+
+def _weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The weights that may be stored anew, where they are plain: the last layer's, of an ungated MLP both."""
+    layers = module._linears() if isinstance(module, SparseMLP) else None
+    if layers is None:
+        parts = parts_of(module)
+        layers = [parts.last] if parts.gated else [*parts.inputs, parts.last]
+    weights = (own_weight(layer) for layer in layers)
+    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
 def _retie(module: nn.Module, shared: dict[int, list[nn.Parameter]]) -> None:
     """Lets the other Parameters over a weight's former memory follow it to its new one."""
-    down = _down(module)
-    weight = down._parameters.get("weight") if down is not None else None
-    if weight is None:
-        return
-    for other in shared.get(id(weight), ()):
-        if other is not weight:
-            with torch.no_grad():
-                other.data = weight.data
+    for weight in _weights_of(module):
+        for other in shared.get(id(weight), ()):
+            if other is not weight:
+                with torch.no_grad():
+                    other.data = weight.data
 
 
-def _exchange(model: nn.Module, new: dict[int, nn.Module] | dict[int, SparseGatedMLP]) -> None:
+def _exchange(model: nn.Module, new: dict[int, nn.Module] | dict[int, _Sparse]) -> None:
     """Puts new modules where the old ones (by id) are, everywhere they are used."""
     for parent in list(model.modules()):
-        if isinstance(parent, SparseGatedMLP):
+        if isinstance(parent, SPARSE):
             continue
         for name, child in list(parent._modules.items()):
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
 
 
-def _warn_dense(modules: Iterable[SparseGatedMLP]) -> None:
+def _warn_dense(modules: Iterable[_Sparse]) -> None:
     """One warning for all modules that will run dense; they do not repeat it."""
     dense = [(module, reason) for module in modules if (reason := module._why_dense()) is not None]
     if not dense:

@@ -16,7 +16,17 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from sparsemlp import activations
 
-__all__ = ["Members", "activation_of", "is_plain", "members_of", "obstacle", "why_not"]
+__all__ = [
+    "Members",
+    "activation_of",
+    "disturbance",
+    "is_plain",
+    "is_untouched",
+    "members_of",
+    "obstacle",
+    "recognised",
+    "why_not",
+]
 
 _HOOKS = (
     "_forward_hooks",
@@ -154,20 +164,25 @@ def _computes_formula(
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The row of the activation table that the module's activation is, or None.
+    """The row of the activation table that the module's activation is, or None."""
+    members = members_of(module)
+    if members is None or members.act is None:
+        return None
+    return recognised(_own_activation(module, members))
+
+
+def recognised(act: Callable[[Tensor], Tensor]) -> str | None:
+    """The row of the activation table that the function is, or None.
 
     Decided by values in float64 rather than by name: one function has many names (gelu_new, gelu_pytorch_tanh,
     gelu_fast) and quick_gelu, clipped gelu or relu6 must not be taken for their relatives. The far points tell the
     clipped ones.
     """
-    members = members_of(module)
-    if members is None or members.act is None:
-        return None
     far = torch.tensor([-100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 100.0], dtype=torch.float64)
     points = torch.cat([torch.linspace(-12, 12, 197, dtype=torch.float64), far])
     with torch.no_grad():
         try:
-            values = _own_activation(module, members)(points.clone())
+            values = act(points.clone())
         except Exception:  # an activation that takes no float64, or needs another device
             return None
         if not isinstance(values, Tensor) or values.shape != points.shape:
@@ -190,8 +205,11 @@ def is_plain(linear: nn.Module | None) -> bool:
 
     Called three times a forward, and traced by torch.compile: attribute reads only.
     """
-    if type(linear) is not nn.Linear:
-        return False
+    return type(linear) is nn.Linear and is_untouched(linear)
+
+
+def is_untouched(linear: nn.Module) -> bool:
+    """`is_plain` for a layer whose class is known to be a plain product."""
     if (
         linear._forward_hooks
         or linear._forward_pre_hooks
@@ -213,6 +231,11 @@ def obstacle(child: nn.Module | None) -> str | None:
     if type(child) is not nn.Linear:
         kind = type(child)
         return f"is {kind.__module__}.{kind.__qualname__}, not exactly nn.Linear"
+    return disturbance(child)
+
+
+def disturbance(child: nn.Module) -> str | None:
+    """`is_untouched`'s reasons in words, or None."""
     if any(getattr(child, hooks) for hooks in _HOOKS):
         return "has forward or backward hooks"
     if "forward" in child.__dict__:

@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsemlp import activations
 
-__all__ = ["checked_mean", "checked_params", "checked_threshold"]
+__all__ = ["checked_input", "checked_mean", "checked_params", "checked_threshold"]
 
 
-def checked_threshold(threshold: float | Tensor, neurons: int | None) -> Tensor:
-    expected = f"a number ≥ 0 or a tensor of shape () or (F,){'' if neurons is None else f' = ({neurons},)'}"
+def checked_threshold(
+    threshold: float | Tensor, neurons: int | None, name: str = "threshold", letter: str = "F"
+) -> Tensor:
+    expected = (
+        f"a number ≥ 0 or a tensor of shape () or ({letter},){'' if neurons is None else f' = ({neurons},)'}"
+    )
     if isinstance(threshold, Tensor):
         if not threshold.is_floating_point():
             raise ValueError(
-                f"threshold is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it"
+                f"{name} is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it"
             )
         if threshold.dim() != 0 and (threshold.dim() != 1 or neurons not in (None, threshold.shape[0])):
-            raise ValueError(f"threshold has shape {tuple(threshold.shape)}, expected {expected}")
+            raise ValueError(f"{name} has shape {tuple(threshold.shape)}, expected {expected}")
         value = threshold.detach().to("cpu", torch.float32)
     elif isinstance(threshold, (int, float)) and not isinstance(threshold, bool):
         try:
             number = float(threshold)
         except OverflowError:
-            raise ValueError(f"threshold is {threshold}, expected {expected}") from None
+            raise ValueError(f"{name} is {threshold}, expected {expected}") from None
         value = torch.tensor(number, dtype=torch.float32, device="cpu")
     else:
-        raise ValueError(f"threshold is {type(threshold).__name__}, expected {expected}")
+        raise ValueError(f"{name} is {type(threshold).__name__}, expected {expected}")
     if not bool((value >= 0).all()):
         worst = "NaN" if bool(value.isnan().any()) else f"{value.min().item():g}"
-        raise ValueError(
-            f"threshold is or contains {worst}, expected {expected} without negative values or NaN"
-        )
+        raise ValueError(f"{name} is or contains {worst}, expected {expected} without negative values or NaN")
     return value
+
+
+def checked_input(threshold: float | Tensor | None, gate: nn.Module | None, merged: bool) -> Tensor | None:
+    """The threshold of the gate layer's inputs; `merged` where gate and up are one layer."""
+    if threshold is None:
+        return None
+    if merged:
+        raise ValueError(
+            "input_threshold is given for a module with gate and up in one layer, expected a gate layer of its own, "
+            "whose weight can be stored column by column; leave it None"
+        )
+    return checked_threshold(threshold, getattr(gate, "in_features", None), "input_threshold", "D")
 
 
 def checked_mean(mean: Tensor | None, neurons: int | None) -> Tensor | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparsemlp import _native, activations
 from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
-from sparsemlp.reference.gated_mlp import gemm_bias
+from sparsemlp.ops import _sparse_linear_native as sparse_linear
+from sparsemlp.ops._products import neuron_linear, rows_linear
+from sparsemlp.reference.gated_mlp import gated_mlp as reference
+from sparsemlp.reference.gated_mlp import gemm_bias, input_kept
 
-__all__ = ["CHUNK", "MAX_FUSED_TOKENS", "direct", "forward"]
+__all__ = ["CHUNK", "INDICATORS", "MAX_FUSED_TOKENS", "MAX_FUSED_TOKENS_INT8", "direct", "forward"]
 
 CHUNK = 32
 """Tokens in one call of the fused kernel."""
@@ -21,18 +25,28 @@ MAX_FUSED_TOKENS = {torch.bfloat16: CHUNK, torch.float32: 4 * CHUNK, torch.float
 4096, F 14336, nothing skipped): float32 620 against 830 ms at 128 tokens and 1250 against 1330 at 256; float16 626
 against 2306 ms at 256; bfloat16 37 against 38 ms at 32 and, in two chunks, 73 against 62 at 64."""
 
+MAX_FUSED_TOKENS_INT8 = {torch.bfloat16: 4 * CHUNK, torch.float32: 4 * CHUNK, torch.float16: 2**62}
+"""Likewise with int8 weights, which a GEMM needs widened first."""
+
+INDICATORS = {"gate": 0, "up": 1, "product": 2}
+"""The compiled kernel's ids."""
+
+_SLICE = 2048
+"""Neurons, or columns of the down projection, of int8 weights that are widened at a time."""
+
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define(
     "_gated_mlp_native(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, Tensor? token_scale, "
-    "Tensor? skipped_mean, Tensor? skipped_out, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
-    "Tensor? activation_params, int activation, int isa) -> Tensor"
+    "Tensor? skipped_mean, Tensor? skipped_out, Tensor? b_gate, Tensor? b_up, Tensor? b_down, Tensor? scale_gate, "
+    "Tensor? scale_up, Tensor? scale_down, Tensor? pre, Tensor? activation_params, int activation, int indicator, "
+    "int isa) -> Tensor"
 )
 _lib.define(
-    "_gated_mlp_hidden_native(Tensor pre, Tensor up, Tensor threshold, Tensor? token_scale, Tensor? skipped_mean, "
-    "Tensor? activation_params, int activation, int isa) -> Tensor"
+    "_hidden_native(Tensor pre, Tensor? up, Tensor threshold, Tensor? token_scale, Tensor? skipped_mean, "
+    "Tensor? activation_params, int activation, int indicator, int isa, Tensor? weight=None) -> Tensor"
 )
 _fused = torch.ops.sparsemlp._gated_mlp_native.default
-_hidden = torch.ops.sparsemlp._gated_mlp_hidden_native.default
+_hidden = torch.ops.sparsemlp._hidden_native.default
 
 
 def direct(
@@ -41,14 +55,19 @@ def direct(
     w_up: Tensor,
     w_down_t: Tensor,
     threshold: Tensor,
+    input_threshold: Tensor | None,
     token_scale: Tensor | None,
     skipped_mean: Tensor | None,
     skipped_out: Tensor | None,
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    scale_gate: Tensor | None,
+    scale_up: Tensor | None,
+    scale_down: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
+    indicator: str,
 ) -> Tensor | None:
     """The fused kernel for a plain eager call of few tokens on unchecked arguments, x of shape (..., D); None: not so.
 
@@ -56,40 +75,70 @@ def direct(
     A call then costs 9 µs instead of 18 beyond the computing (inference mode, everything in the cache).
     """
     name = activations.IDS.get(activation) if type(activation) is str else None
+    decides = INDICATORS.get(indicator) if type(indicator) is str else None
     if (
         name is None
+        or decides is None
         or torch.compiler.is_compiling()
         or _native.problem() is not None
         or not is_plain_eager("cpu")
     ):
         return None
     grad = torch.is_grad_enabled()
-    if grad and activation_params is not None and activation_params.requires_grad:
-        return None
-    tensors = (
+    for t in (
         x,
         w_gate,
         w_up,
         w_down_t,
         threshold,
+        input_threshold,
         token_scale,
         skipped_mean,
         skipped_out,
         b_gate,
         b_up,
         b_down,
-    )
-    for t in tensors:
+        scale_gate,
+        scale_up,
+        scale_down,
+    ):
         if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
             return None
+    if grad and activation_params is not None and activation_params.requires_grad:
+        return None
     if x.dim() == 0 or x.numel() > CHUNK * x.shape[-1]:
         return None
     try:
-        return _fused(*tensors, activation_params, name, _native.isa())
+        pre = None
+        if input_threshold is not None:
+            if w_gate.dim() != 2 or not input_major(w_gate):
+                return None
+            pre = _sparse_gate(x, w_gate, input_threshold, scale_gate).reshape(-1, w_gate.shape[0])
+        return _fused(
+            x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down,
+            scale_gate, scale_up, scale_down, pre, activation_params, name, decides, _native.isa(),
+        )  # fmt: skip
     except RuntimeError as error:
         if VALUE_ERROR in str(error):
             raise value_error(error) from None
         return None
+
+
+def input_major(w: Tensor) -> bool:
+    """Whether a column of w (F, D) lies in consecutive memory."""
+    return w.stride(0) == 1 or w.shape[0] <= 1 or w.shape[1] == 0
+
+
+def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tensor | None) -> Tensor:
+    """p without bias, float32, of the x_k that are not below their threshold; the others' columns are not read."""
+    ones = None if scale is None else torch.ones(w_gate.shape[1])
+    try:
+        pre = sparse_linear._fused(x, w_gate.t(), input_threshold, None, None, ones, True, _native.isa())
+    except RuntimeError as error:
+        if VALUE_ERROR in str(error):
+            raise ValueError(f"input_{value_error(error)}") from None
+        raise
+    return pre if scale is None else pre.mul_(scale)
 
 
 def forward(
@@ -117,48 +166,143 @@ def forward(
     indicator: str,
 ) -> Tensor:
     """The operator's arguments in order; x is (T, D)."""
-    act, isa = activations.IDS[activation], _native.isa()
-    limit, params = float32_run(threshold), float32_run(activation_params)
-    mean, token_scale, skipped_out = (
+    limit = float32_run(threshold)
+    assert limit is not None
+    call = _Call(
+        w_gate,
+        w_up,
+        w_down_t,
+        limit,
+        float32_run(input_threshold),
         float32_run(skipped_mean),
-        float32_run(token_scale),
         float32_run(skipped_out),
+        _run(b_gate),
+        _run(b_up),
+        _run(b_down),
+        float32_run(scale_gate),
+        float32_run(scale_up),
+        float32_run(scale_down),
+        float32_run(activation_params),
+        activation,
+        indicator,
     )
+    scale = float32_run(token_scale)
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
-    b_gate, b_up, b_down = (None if b is None else b.contiguous() for b in (b_gate, b_up, b_down))
+    if x.shape[0] <= CHUNK:
+        return call.few(x, scale)
+    if x.shape[0] <= (MAX_FUSED_TOKENS if scale_down is None else MAX_FUSED_TOKENS_INT8)[x.dtype]:
+        scales = (None,) * -(-x.shape[0] // CHUNK) if scale is None else scale.split(CHUNK)
+        return torch.cat([call.few(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
+    return call.many(x, scale)
 
-    def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
+
+@dataclass(frozen=True)
+class _Call:
+    """What all tokens of a call share, as the compiled kernel wants it."""
+
+    w_gate: Tensor
+    w_up: Tensor
+    w_down_t: Tensor
+    threshold: Tensor
+    input_threshold: Tensor | None
+    mean: Tensor | None
+    skipped_out: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+    scale_gate: Tensor | None
+    scale_up: Tensor | None
+    scale_down: Tensor | None
+    params: Tensor | None
+    activation: str
+    indicator: str
+
+    def few(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """At most CHUNK tokens; one that integers cannot hold, with int8 weights, as the reference computes it."""
+        finite = None if self.scale_down is None else x.isfinite().all(dim=1)
+        if finite is None or bool(finite.all()):
+            return self._fused(x, scale)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for some, run in ((finite, self._fused), (~finite, self._as_reference)):
+            out[some] = run(x[some], None if scale is None else scale[some])
+        return out
+
+    def many(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Matrix products around a fused mask."""
+        act, decides, isa = activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa()
+        if self.input_threshold is None:
+            pre = _rows(x, self.w_gate, self.scale_gate, self.b_gate)
+        else:
+            _check_input_threshold(self.input_threshold)
+            seen = torch.where(input_kept(x, self.input_threshold), x, 0)
+            pre = _rows(seen, self.w_gate, self.scale_gate, self.b_gate, by_input=True)
+        up = _rows(x, self.w_up, self.scale_up, self.b_up)
+        h = _hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa)
+        bias = gemm_bias(self.b_down, self.skipped_out, x.dtype)
+        out = _down(h, self.w_down_t, self.scale_down, bias)
+        bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
+        # 0·inf of something skipped, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is
+        # the latter.
+        if bool(bad.any()) and not self._finite():
+            out = out.clone()
+            for i in bad.nonzero().flatten().tolist():
+                out[i : i + 1] = self.few(x[i : i + 1], None if scale is None else scale[i : i + 1])
+        return out
+
+    def _fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        pre = None
+        if self.input_threshold is not None:
+            pre = _sparse_gate(x, self.w_gate, self.input_threshold, self.scale_gate)
         return _fused(
-            tokens,
-            w_gate,
-            w_up,
-            w_down_t,
-            limit,
-            scale,
-            mean,
-            skipped_out,
-            b_gate,
-            b_up,
-            b_down,
-            params,
-            act,
-            isa,
+            x, self.w_gate, self.w_up, self.w_down_t, self.threshold, scale, self.mean, self.skipped_out, self.b_gate,
+            self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.params,
+            activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa(),
+        )  # fmt: skip
+
+    def _as_reference(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        return reference(
+            x, self.w_gate, self.w_up, self.w_down_t, self.threshold, self.input_threshold, scale, self.mean,
+            self.skipped_out, self.b_gate, self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down,
+            None, None, None, None, self.params, self.activation, self.indicator,
+        )  # fmt: skip
+
+    def _finite(self) -> bool:
+        """Whether all weights are, whose products with 0 count: the sum is not finite where one of them is not."""
+        down = self.w_down_t if self.scale_down is None else self.scale_down
+        weights = (down,) if self.input_threshold is None else (down, self.w_gate)
+        return all(bool(w.sum(dtype=torch.float32).isfinite()) for w in weights)
+
+
+def _run(b: Tensor | None) -> Tensor | None:
+    return None if b is None else b.contiguous()
+
+
+def _check_input_threshold(threshold: Tensor) -> None:
+    if not bool((threshold >= 0).all()):
+        raise ValueError(
+            "input_threshold holds a negative or NaN value, expected values >= 0 (inf: never active)"
         )
 
-    if x.shape[0] <= CHUNK:
-        return fused(x, token_scale)
-    if x.shape[0] <= MAX_FUSED_TOKENS[x.dtype]:
-        scales = (None,) * -(-x.shape[0] // CHUNK) if token_scale is None else token_scale.split(CHUNK)
-        return torch.cat([fused(part, scale) for part, scale in zip(x.split(CHUNK), scales, strict=True)])
-    pre, up = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
-    h = _hidden(pre, up, limit, token_scale, mean, params, act, isa)
-    out = F.linear(h, w_down_t.t(), gemm_bias(b_down, skipped_out, x.dtype))
-    bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
-    # 0·inf of a skipped neuron, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is the
-    # latter; their sum is not finite where one of them is not.
-    if bool(bad.any()) and not bool(w_down_t.sum(dtype=torch.float32).isfinite()):
-        out = out.clone()
-        for i in bad.nonzero().flatten().tolist():
-            out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
-    return out
+
+def _rows(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, *, by_input: bool = False) -> Tensor:
+    """x @ w.T + b; of int8 weights a slice at a time, the integers as x's dtype (exact), rounded again by the scale."""
+
+    def product(rows: Tensor, bias: Tensor | None) -> Tensor:
+        return neuron_linear(x, rows.t(), bias) if by_input else rows_linear(x, rows, bias)
+
+    if scale is None:
+        return product(w, b)
+    wide = torch.cat([product(rows.to(x.dtype), None) for rows in w.split(_SLICE)], dim=-1).mul_(scale)
+    return wide if b is None else wide.add_(b)
+
+
+def _down(h: Tensor, w_t: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
+    """h @ w_t + b, likewise."""
+    if scale is None:
+        return neuron_linear(h, w_t, b)
+    h = h.mul_(scale)
+    slices = w_t.split(_SLICE, dim=1)
+    biases = (None,) * len(slices) if b is None else b.split(_SLICE)
+    parts = [neuron_linear(h, c.to(h.dtype), bias) for c, bias in zip(slices, biases, strict=True)]
+    return torch.cat(parts, dim=-1)

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import activations
+from sparsemlp.reference import int8
 
-__all__ = ["differentiable", "gated_mlp", "gemm_bias", "hidden", "skipped_out"]
+__all__ = ["differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "skipped_out"]
 
 _CHUNK = 1024
 """Neurons widened at a time in `skipped_out`: no wide copy of a half-precision weight."""
@@ -52,35 +53,42 @@ def hidden(
     return h.to(pre.dtype), active
 
 
-def skipped_out(skipped_mean: Tensor, w_down_t: Tensor) -> Tensor:
-    """μ @ w_down_t in float32 (float64 for float64 weights): (D,) from μ (F,) and w_down_t (F, D), differentiable."""
-    wide = torch.float64 if w_down_t.dtype == torch.float64 else torch.float32
+def input_kept(x: Tensor, input_threshold: Tensor) -> Tensor:
+    """Which x_k the gate sees, (T, D) bool: not |x_k| < t_k, so a NaN is kept; `input_threshold` is () or (D,)."""
+    wide = _wide(x)
+    return ~(wide.abs() < input_threshold.to(wide.dtype))
+
+
+def skipped_out(skipped_mean: Tensor, w_down_t: Tensor, scale_down: Tensor | None = None) -> Tensor:
+    """μ @ w_down_t (of int8: μ·scale_down @ w_down_t) in float32, (D,) from μ (F,) and w_down_t (F, D), differentiable.
+
+    In float64 where the weights or, with int8 ones, the means are.
+    """
+    decides = w_down_t if scale_down is None else skipped_mean
+    wide = torch.float64 if decides.dtype == torch.float64 else torch.float32
+    if scale_down is not None:
+        skipped_mean = skipped_mean.to(wide) * scale_down.to(wide)
     total = torch.zeros(w_down_t.shape[1], dtype=wide, device=w_down_t.device)
     for mean, rows in zip(skipped_mean.split(_CHUNK), w_down_t.split(_CHUNK), strict=True):
         total = total + mean.to(wide) @ rows.to(wide)
     return total
 
 
-def _forward(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down_t: Tensor,
-    threshold: Tensor,
-    token_scale: Tensor | None,
-    skipped_mean: Tensor | None,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    activation_params: Tensor | None,
-    activation: str,
-    indicator: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    pre = F.linear(x, w_gate, b_gate)
-    up = F.linear(x, w_up, b_up)
-    h, active = hidden(
-        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
-    )
-    return h @ w_down_t, h, active
+def _gate(
+    x: Tensor, w_gate: Tensor, input_threshold: Tensor | None, scale: Tensor | None, b: Tensor | None
+) -> Tensor:
+    """p of the x_k that the gate sees."""
+    if input_threshold is not None:
+        x = torch.where(input_kept(x, input_threshold), x, 0)
+    return _rows(x, w_gate, scale, b)
+
+
+def _rows(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
+    return F.linear(x, w, b) if scale is None else int8.rows_linear(x, w, scale, b)
+
+
+def _down(h: Tensor, w_down_t: Tensor, scale: Tensor | None) -> Tensor:
+    return h @ w_down_t if scale is None else int8.neuron_linear(h, w_down_t, scale)
 
 
 def _add(out: Tensor, b_down: Tensor | None, skipped_out: Tensor | None) -> Tensor:
@@ -99,16 +107,41 @@ def gemm_bias(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dt
     return (skipped_out if b_down is None else skipped_out + b_down.float()).to(dtype)
 
 
-def _unread(out: Tensor, h: Tensor, active: Tensor, w_down_t: Tensor) -> Tensor:
-    """`out` with 0·inf and 0·NaN of inactive neurons taken back: their rows count as not read."""
+def _unread(out: Tensor, h: Tensor, active: Tensor, w_t: Tensor, scale: Tensor | None = None) -> Tensor:
+    """`out` = h @ w_t with 0·inf and 0·NaN of inactive entries taken back: their rows count as not read."""
     bad = ~out.isfinite().all(dim=-1)
     if not bool(bad.any()):
         return out
     out = out.clone()
     for i in bad.nonzero().flatten().tolist():
         rows = active[i].nonzero().flatten()
-        out[i] = h[i, rows] @ w_down_t[rows]
+        out[i] = _down(h[i : i + 1, rows], w_t[rows], None if scale is None else scale[rows])[0]
     return out
+
+
+def _unread_gate(
+    pre: Tensor,
+    x: Tensor,
+    w_gate: Tensor,
+    input_threshold: Tensor,
+    scale: Tensor | None,
+    b: Tensor | None,
+) -> Tensor:
+    """`pre` with 0·inf and 0·NaN of the x_k that the gate does not see taken back."""
+    bad = ~pre.isfinite().all(dim=-1)
+    if not bool(bad.any()):
+        return pre
+    pre = pre.clone()
+    seen = input_kept(x, input_threshold) & (x != 0)
+    for i in bad.nonzero().flatten().tolist():
+        channels = seen[i].nonzero().flatten()
+        pre[i] = _rows(x[i : i + 1, channels], w_gate[:, channels], scale, b)[0]
+    return pre
+
+
+def _check_values(name: str, threshold: Tensor) -> None:
+    if not bool((threshold >= 0).all()):
+        raise ValueError(f"{name} holds a negative or NaN value, expected values >= 0 (inf: never active)")
 
 
 def gated_mlp(
@@ -137,24 +170,19 @@ def gated_mlp(
 ) -> Tensor:
     """y of `sparsemlp.gated_mlp` for x of shape (T, D); the operator's arguments in order."""
     on_cpu = x.device.type == "cpu"  # elsewhere a look at the values would stall the device
-    if on_cpu and not bool((threshold >= 0).all()):
-        raise ValueError("threshold holds a negative or NaN value, expected values >= 0 (inf: never active)")
-    out, h, active = _forward(
-        x,
-        w_gate,
-        w_up,
-        w_down_t,
-        threshold,
-        token_scale,
-        skipped_mean,
-        b_gate,
-        b_up,
-        activation_params,
-        activation,
-        indicator,
-    )
     if on_cpu:
-        out = _unread(out, h, active, w_down_t)
+        _check_values("threshold", threshold)
+    pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
+    if on_cpu and input_threshold is not None:
+        _check_values("input_threshold", input_threshold)
+        pre = _unread_gate(pre, x, w_gate, input_threshold, scale_gate, b_gate)
+    up = _rows(x, w_up, scale_up, b_up)
+    h, active = hidden(
+        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
+    )
+    out = _down(h, w_down_t, scale_down)
+    if on_cpu:
+        out = _unread(out, h, active, w_down_t, scale_down)
     return _add(out, b_down, skipped_out)
 
 
@@ -164,32 +192,26 @@ def differentiable(
     w_up: Tensor,
     w_down_t: Tensor,
     threshold: Tensor,
+    input_threshold: Tensor | None,
     token_scale: Tensor | None,
     skipped_mean: Tensor | None,
     skipped_out: Tensor | None,
     b_gate: Tensor | None,
     b_up: Tensor | None,
     b_down: Tensor | None,
+    scale_gate: Tensor | None,
+    scale_up: Tensor | None,
+    scale_down: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
     indicator: str,
 ) -> Tensor:
     """The same values by operations that autograd, `torch.func` and `torch.compile` see through.
 
-    Unlike `gated_mlp`, an inf or NaN in a down row of an inactive neuron reaches the output, as in the dense MLP.
+    Unlike `gated_mlp`, an inf or NaN in a down row of an inactive neuron, or in the gate's weights for an x_k below its
+    threshold, reaches the output, as in the dense MLP.
     """
-    out, _, _ = _forward(
-        x,
-        w_gate,
-        w_up,
-        w_down_t,
-        threshold,
-        token_scale,
-        skipped_mean,
-        b_gate,
-        b_up,
-        activation_params,
-        activation,
-        indicator,
-    )
-    return _add(out, b_down, skipped_out)
+    pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
+    up = _rows(x, w_up, scale_up, b_up)
+    h, _ = hidden(pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator)
+    return _add(_down(h, w_down_t, scale_down), b_down, skipped_out)

@@ -1,8 +1,8 @@
-// The gated MLP for any CPU.
+// The input-sparse linear layer for any CPU.
 #include <cmath>
 #include <cstring>
 
-#include "gated_mlp.h"
+#include "sparse_linear.h"
 
 namespace sparsemlp {
 namespace {
@@ -10,12 +10,10 @@ namespace {
 
 #include "vec_portable.inl"
 
-#include "activations.inl"
-
 #include "tiles.inl"
 
-#include "gated_mlp.inl"
+#include "sparse_linear.inl"
 } // namespace
 
-const GatedMlpTable gated_mlp_portable = SPARSEMLP_GATED_MLP_TABLE;
+const SparseLinearTable sparse_linear_portable = SPARSEMLP_LINEAR_TABLE;
 } // namespace sparsemlp

@@ -1,9 +1,9 @@
-// The gated MLP for AVX2. All includes come before the target region: inline functions of the standard library
-// compiled under it would be shared with code for other CPUs.
+// The input-sparse linear layer for AVX2. All includes come before the target region: inline functions of the standard
+// library compiled under it would be shared with code for other CPUs.
 #include <cmath>
 #include <cstring>
 
-#include "gated_mlp.h"
+#include "sparse_linear.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,14 +22,12 @@ namespace {
 
 #include "vec_avx2.inl"
 
-#include "activations.inl"
-
 #include "tiles.inl"
 
-#include "gated_mlp.inl"
+#include "sparse_linear.inl"
 } // namespace
 
-const GatedMlpTable gated_mlp_avx2 = SPARSEMLP_GATED_MLP_TABLE;
+const SparseLinearTable sparse_linear_avx2 = SPARSEMLP_LINEAR_TABLE;
 } // namespace sparsemlp
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,4 +1,4 @@
-"""Who is active among stored pre-activations: the rule that the kernels for many tokens share."""
+"""Who is active: the rule as a value, and its part that the kernels for many tokens share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["Rule", "active_entries"]
 
 
 class Rule(NamedTuple):
-    """Who is active, and what a kept neuron's hidden value is reduced by: see `sparsemlp.gated_mlp`; float32."""
+    """Who is active, and what a kept neuron's hidden value is reduced by: see `sparsemlp.gated_mlp`; float32.
+
+    The indicator "ungated" is that of an MLP without up rows: m = a and h = a.
+    """
 
     threshold: Tensor
     token_scale: Tensor | None
@@ -51,7 +54,7 @@ def active_entries(
     a, b, c = _activations.params(params, N_PARAMS)
     act = ACT(tl.load(pre + t * F + j, mask=mask, other=0.0).to(tl.float32), a, b, c)
     m = act
-    if INDICATOR != "gate":
+    if INDICATOR == "up" or INDICATOR == "product":
         m = tl.load(up + t * F + j, mask=mask, other=0.0).to(tl.float32)
     if INDICATOR == "product":
         m = act * m

@@ -1,22 +1,21 @@
-// The gated MLP for AVX512BF16. All includes come before the target region: inline functions of the standard library
+// The MLPs for AVX512. All includes come before the target region: inline functions of the standard library
 // compiled under it would be shared with code for other CPUs.
 #include <cmath>
 #include <cstring>
 
-#include "gated_mlp.h"
+#include "mlp.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #define SPARSEMLP_F16C
-#define SPARSEMLP_DPBF16
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c"))),   \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))),              \
                              apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #endif
 namespace sparsemlp {
 namespace {
@@ -28,10 +27,20 @@ namespace {
 
 #include "tiles.inl"
 
-#include "gated_mlp.inl"
+#include "int8.inl"
+
+#include "hidden.inl"
+
+#include "lanes.inl"
+
+#include "panels.inl"
+
+#include "dense.inl"
+
+#include "mlp.inl"
 } // namespace
 
-const GatedMlpTable gated_mlp_avx512bf16 = SPARSEMLP_GATED_MLP_TABLE;
+const MlpTable mlp_avx512 = SPARSEMLP_MLP_TABLE;
 } // namespace sparsemlp
 #if defined(__clang__)
 #pragma clang attribute pop

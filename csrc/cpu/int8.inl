@@ -1,0 +1,97 @@
+// Dot products of int8 rows with tokens held as 16-bit integers: products and sums are exact in int32, closed into a
+// float sum before they can overflow. Included after tiles.inl; includes nothing itself.
+
+// Integer steps in one int32 sum: 128 · 2 · 127 · 32767 < 2^31.
+constexpr int64_t kIntegerSteps = 128;
+
+template <int R, int C>
+inline void integer_step(typename Q::I (&acc)[R][C], const int8_t* const* rows, const int16_t* const* tokens, int64_t k,
+                         int64_t rest) {
+    typename Q::I x[C];
+    for (int c = 0; c < C; ++c)
+        x[c] = rest > 0 ? Q::load_n(tokens[c] + k, rest) : Q::load(tokens[c] + k);
+    for (int r = 0; r < R; ++r) {
+        const typename Q::I w = rest > 0 ? Q::load_n(rows[r] + k, rest) : Q::load(rows[r] + k);
+        for (int c = 0; c < C; ++c)
+            acc[r][c] = Q::mac(acc[r][c], w, x[c]);
+    }
+}
+
+// out[r][c] = row r · column c.
+template <int R, int C>
+SPARSEMLP_TILE void integer_tile(const int8_t* const* rows, const int16_t* const* tokens, int64_t n, float* out,
+                                 int64_t out_stride, Ahead ahead) {
+    typename V::F sum[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            sum[r][c] = V::zero();
+    int64_t line = ahead.first;
+    for (int64_t k = 0; k < n;) {
+        typename Q::I acc[R][C];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                acc[r][c] = Q::zero();
+        for (int64_t step = 0; step < kIntegerSteps && k < n; ++step, k += Q::STEP) {
+            if (ahead.rows != nullptr && k % 64 == 0 && line-- == 0) {
+                line = ahead.every - 1;
+                for (int r = 0; r < R; ++r)
+                    V::prefetch(ahead.rows[r] + k);
+            }
+            integer_step<R, C>(acc, rows, tokens, k, n - k >= Q::STEP ? 0 : n - k);
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                sum[r][c] = Q::add_to(sum[r][c], acc[r][c]);
+    }
+    store_sums<R, C>(sum, out, out_stride);
+}
+
+// R rows against `count` columns, in tiles of at most two: an AVX-512 unit keeps 8 rows · 2 columns in registers.
+template <int R>
+inline void integer_rows(const int8_t* const* rows, const int16_t* const* columns, int64_t count, int64_t n, float* out,
+                         int64_t out_stride, const char* const* ahead) {
+    const int64_t tiles = (count + 1) / 2;
+    for (int64_t c = 0, tile = 0; c < count; c += 2, ++tile) {
+        const Ahead share{ahead, tiles, tile};
+        if (count - c >= 2)
+            integer_tile<R, 2>(rows, columns + c, n, out + c, out_stride, share);
+        else
+            integer_tile<R, 1>(rows, columns + c, n, out + c, out_stride, share);
+    }
+}
+
+template <class S> bool run_quantize(const void* x, int64_t n, int64_t parts, int16_t* values, float* unit) {
+    const S* row = static_cast<const S*>(x);
+    float most = 0.f;
+    bool finite = true;
+    for (int64_t k = 0; k < n; ++k) {
+        const float a = fabsf(widen(row[k]));
+        finite &= a <= 3.402823466e38f;
+        most = a > most ? a : most;
+    }
+    if (!finite)
+        return false;
+    // A subnormal unit would not divide exactly; what is lost below it is nothing beside `most`'s rounding.
+    const float step = most / kLevels;
+    if (!(step >= 1.17549435e-38f)) {
+        const float scale = most > 0.f ? 1.17549435e-38f : 0.f;
+        *unit = scale;
+        for (int64_t k = 0; k < n; ++k)
+            values[k] = static_cast<int16_t>(scale > 0.f ? rintf(widen(row[k]) / scale) : 0.f);
+        for (int64_t k = n; k < parts * n; ++k)
+            values[k] = 0;
+        return true;
+    }
+    *unit = step;
+    for (int64_t k = 0; k < n; ++k) {
+        const float ratio = widen(row[k]) / step;
+        const float whole = rintf(ratio < -kLevels ? -kLevels : ratio > kLevels ? kLevels : ratio);
+        values[k] = static_cast<int16_t>(whole);
+        if (parts > 1) {
+            const double rest = (static_cast<double>(widen(row[k])) / step - whole) * kRest;
+            const float r = static_cast<float>(rest);
+            values[n + k] = static_cast<int16_t>(rintf(r < -kLevels ? -kLevels : r > kLevels ? kLevels : r));
+        }
+    }
+    return true;
+}

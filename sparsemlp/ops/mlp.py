@@ -1,0 +1,281 @@
+"""`mlp`: the thresholded MLP without a gate that never reads the output rows of inactive neurons."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsemlp import _native, _reasons, _triton
+from sparsemlp._op import Backend, Op, differentiates
+from sparsemlp.ops import _mlp_native as native
+from sparsemlp.ops._checks import (
+    as_threshold,
+    check_activation,
+    check_float32,
+    check_like,
+    check_token_scale,
+    describe,
+    dtype_text,
+    shape_text,
+)
+from sparsemlp.reference import mlp as reference
+
+__all__ = ["OP", "mlp"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _native_call(x: Tensor, *args: object) -> str | None:
+    return _reasons.dtype_not_in(x, _DTYPES)
+
+
+def _triton_call(x: Tensor, w_in: Tensor | None = None, *args: object) -> str | None:
+    return (
+        _triton.cpu_only_interpreted(x)
+        or _reasons.dtype_not_in(x, _DTYPES)
+        or (None if w_in is None else _reasons.dtype_not_in(w_in, _DTYPES, "w_in"))
+    )
+
+
+OP = Op(
+    "mlp",
+    "Tensor x, Tensor w_in, Tensor w_out_t, Tensor threshold, Tensor? input_threshold, Tensor? token_scale, "
+    "Tensor? skipped_mean, Tensor? skipped_out, Tensor? b_in, Tensor? b_out, Tensor? scale_in, Tensor? scale_out, "
+    "Tensor? screen_in, Tensor? screen_scale_in, Tensor? activation_params, str activation",
+    fake=_fake,
+    reference=reference.mlp,
+    backends=(
+        Backend(
+            "native",
+            ("cpu",),
+            "sparsemlp.ops._mlp_native:forward",
+            machine=_native.problem,
+            call=_native_call,
+        ),
+        Backend(
+            "triton",
+            _triton.DEVICES,
+            "sparsemlp.kernels.mlp:forward",
+            machine=_triton.problem,
+            call=_triton_call,
+            unasked=("cpu",),
+        ),
+    ),
+    castable=(0, 1, 2, 8, 9),
+    derivative_hint="call sparsemlp.mlp with backend='auto' or 'reference' to differentiate",
+)
+
+
+def mlp(
+    x: Tensor,
+    w_in: Tensor,
+    w_out_t: Tensor,
+    *,
+    threshold: float | Tensor = 0.0,
+    token_scale: Tensor | None = None,
+    skipped_mean: Tensor | None = None,
+    skipped_out: Tensor | None = None,
+    activation: str = "relu",
+    activation_params: Tensor | None = None,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    input_threshold: float | Tensor | None = None,
+    scale_in: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Thresholded MLP without a gate; the output rows of neurons that no token wants are not read.
+
+    Equivalent to::
+
+        a = activation(x @ w_in.T + b_in)
+        kept = ~(abs(a) < token_scale[:, None] * threshold)      # a NaN is kept
+        h = where(kept & (a != 0), a, 0)                         # or where(kept, a - skipped_mean, 0)
+        out = h @ w_out_t + b_out + skipped_out
+
+    Args:
+        x: (..., D), float32, bfloat16, float16 or float64.
+        w_in: (F, D), x's dtype or int8, unit stride inside a row, any stride between rows (an `nn.Linear` weight as it
+            is; of a `Conv1D` weight (D, F), the transpose stored so that a row is contiguous).
+        w_out_t: (F, D), x's dtype or int8: the output projection neuron by neuron, the transpose of an `nn.Linear`
+            weight (a `Conv1D` weight as it is), stored so that a row is contiguous (any stride between rows).
+        threshold: t ≥ 0, a number, or a float32 tensor of shape () or (F,); inf means never active. Prefer a tensor
+            under `torch.compile`: another number compiles again.
+        token_scale: s ≥ 0, (T,) float32 with T = x.numel() / D, or x's leading shape. 0 runs the token dense.
+        skipped_mean: μ (F,) float32, what a skipped neuron's activation is replaced by.
+        skipped_out: (D,) float32, μ @ w_out_t, which is added to the output; computed here (reading all of w_out_t)
+            when only `skipped_mean` is given, so pass it where μ is fixed.
+        activation: a row of `sparsemlp.activations.ACTIVATIONS`.
+        activation_params: (n,) float32, the row's parameters in its order; None for a row without parameters.
+        b_in: (F,) bias, b_out: (D,) bias, x's dtype.
+        input_threshold: not built for this operator; None.
+        scale_in, scale_out: (F,) float32, with int8 weights (both int8) and only then: neuron j's weights are
+            w[j]·scale[j], see `sparsemlp.quantization.quantize_rows`.
+        backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
+            back.
+
+    Returns:
+        (..., D) in x's dtype, contiguous.
+
+    Gradients: where grad mode is on and an input requires grad, "auto" and "reference" compute a differentiable
+        PyTorch composition, whose derivative in the thresholds and the token scale is 0; int8 weights have none (and
+        are widened whole); "native" and "triton" raise.
+    Raises:
+        ValueError: an argument of the wrong rank, size, dtype, device or stride, a negative or NaN threshold, an
+            unknown activation or backend, or an `input_threshold`; the message names it. The values of a threshold
+            tensor are checked by the CPU kernels and the CPU reference only; elsewhere a NaN or negative one keeps the
+            neuron.
+        BackendUnavailableError: the backend named cannot compute this call.
+    Numerics: float32 accumulation. For few tokens (as `sparsemlp.gated_mlp`) the native kernel decides on unrounded
+        float32 values and a token's result is the same bits whatever its batch mates are (at a given thread count);
+        above, and in the reference, p is rounded once to x's dtype and decided from there. Exact zeros are skipped, so
+        for the ReLU family at threshold 0 the result is the dense MLP's up to summation order. A skipped neuron adds
+        nothing even where its output row holds inf or NaN (in the differentiable composition it does, as in the dense
+        MLP).
+    Source: the threshold on |a| is CATS's (Lee et al.), there for gated MLPs; exact zeros: ReLU Strikes Back (Mirzadeh
+        et al.); token scale and mean compensation as in docs/ops/mlp.md.
+    """
+    if (
+        isinstance(threshold, Tensor)
+        and (skipped_mean is None) == (skipped_out is None)
+        and input_threshold is None
+        and backend in ("auto", "native")
+    ):
+        done = native.direct(
+            x, w_in, w_out_t, threshold, token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out,
+            activation_params, activation,
+        )  # fmt: skip
+        if done is not None:
+            return done
+    OP.check_backend(backend)
+    if input_threshold is not None:
+        raise ValueError(
+            f"input_threshold is {type(input_threshold).__name__}, expected None, mlp thresholds activations only; "
+            "compute the first layer with sparsemlp.sparse_linear, which thresholds its input"
+        )
+    tokens = _check_x(x)
+    _check_weights(x, w_in, w_out_t, scale_in, scale_out)
+    _check_biases(x, w_in.shape[0], b_in, b_out)
+    params = check_activation(x, activation, activation_params)
+    limit = as_threshold(threshold, x, w_in.shape[0])
+    if token_scale is not None:
+        token_scale = check_token_scale(token_scale, x, tokens)
+    skipped_out = _checked_skipped_out(x, w_out_t, skipped_mean, skipped_out, scale_out)
+    flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
+    first = flat, w_in, w_out_t, limit
+    rest = token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out
+    if differentiates(*first, *rest, params):
+        if backend not in ("auto", "reference"):
+            raise ValueError(
+                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
+                "transforms it); use backend='auto', or call it under torch.no_grad()"
+            )
+        out = reference.differentiable(*first, *rest, params, activation)
+    else:
+        out = OP(*first, None, *rest, None, None, params, activation, backend=backend)
+    return out if x.dim() == 2 else out.reshape(x.shape)
+
+
+def _check_x(x: Tensor) -> int:
+    """Checks x; returns the number of tokens."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        what = f"shape {shape_text(x)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x is {what}, expected a tensor of shape (..., D); add a dimension")
+    check_like("x", x, x)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ValueError(f"x is {dtype_text(x)}, expected float32, bfloat16, float16 or float64; convert it")
+    d = x.shape[-1]
+    return x.numel() // d if d else math.prod(x.shape[:-1])
+
+
+def _check_weights(
+    x: Tensor, w_in: Tensor, w_out_t: Tensor, scale_in: Tensor | None, scale_out: Tensor | None
+) -> None:
+    d = x.shape[-1]
+    if not isinstance(w_in, Tensor) or w_in.dim() != 2 or w_in.shape[1] != d:
+        raise ValueError(
+            f"w_in is {describe(w_in)}, expected (F, D) with x's D = {d}: an nn.Linear weight as it is"
+        )
+    f = w_in.shape[0]
+    if (
+        not isinstance(w_out_t, Tensor)
+        or w_out_t.dim() != 2
+        or w_out_t.shape[0] != f
+        or w_out_t.shape[1] != d
+    ):
+        raise ValueError(
+            f"w_out_t is {describe(w_out_t)}, expected (F, D) = ({f}, {d}): the transposed nn.Linear weight"
+        )
+    for name, w, scale_name, scale in (
+        ("w_in", w_in, "scale_in", scale_in),
+        ("w_out_t", w_out_t, "scale_out", scale_out),
+    ):
+        if w_in.dtype == torch.int8:
+            _check_int8(name, w, scale_name, scale, x)
+        else:
+            check_like(name, w, x)
+            if scale is not None:
+                raise ValueError(
+                    f"{scale_name} is given with {dtype_text(w)} weights, expected it beside int8 weights only; leave "
+                    "it None"
+                )
+        if d > 1 and f > 0 and w.stride(1) != 1:
+            raise ValueError(
+                f"{name} has strides {tuple(w.stride())}, expected unit stride inside a row; store it row by row, "
+                f"e.g. {name}.contiguous()"
+            )
+
+
+def _check_int8(name: str, w: Tensor, scale_name: str, scale: Tensor | None, x: Tensor) -> None:
+    if w.dtype != torch.int8:
+        raise ValueError(
+            f"{name} is {dtype_text(w)} beside an int8 w_in, expected two int8 weights or none; quantise it with "
+            "sparsemlp.quantization.quantize_rows"
+        )
+    if w.layout != torch.strided or w.device != x.device:
+        raise ValueError(
+            f"{name} is {w.layout} on {w.device}, expected torch.strided on x's device {x.device}; convert it"
+        )
+    if scale is None:
+        raise ValueError(
+            f"{scale_name} is None, expected (F,) = ({w.shape[0]},) float32 beside an int8 {name}; pass the scales of "
+            "sparsemlp.quantization.quantize_rows"
+        )
+    check_float32(scale_name, scale, (w.shape[0],), "F", x)
+
+
+def _check_biases(x: Tensor, f: int, b_in: Tensor | None, b_out: Tensor | None) -> None:
+    for name, b, size, letter in (("b_in", b_in, f, "F"), ("b_out", b_out, x.shape[-1], "D")):
+        if b is None:
+            continue
+        if not isinstance(b, Tensor) or b.dim() != 1 or b.shape[0] != size:
+            raise ValueError(f"{name} is {describe(b)}, expected ({letter},) = ({size},)")
+        check_like(name, b, x)
+
+
+def _checked_skipped_out(
+    x: Tensor,
+    w_out_t: Tensor,
+    skipped_mean: Tensor | None,
+    skipped_out: Tensor | None,
+    scale_out: Tensor | None,
+) -> Tensor | None:
+    """μ @ w_out_t where only the mean μ is given; both checked."""
+    if skipped_mean is None:
+        if skipped_out is not None:
+            raise ValueError(
+                "skipped_out is given without skipped_mean, expected both or the mean alone; pass the mean"
+            )
+        return None
+    check_float32("skipped_mean", skipped_mean, (w_out_t.shape[0],), "F", x)
+    if skipped_out is None:
+        mean = skipped_mean.double() if x.dtype == torch.float64 else skipped_mean
+        skipped_out = reference.skipped_out(mean, w_out_t, scale_out)
+    check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
+    return skipped_out

@@ -1,0 +1,178 @@
+"""`sparse_linear`: a linear layer that never reads the weights of the channels that its input leaves at 0."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsemlp import _native, _reasons, _triton
+from sparsemlp._op import Backend, Op, differentiates
+from sparsemlp.ops import _sparse_linear_native as native
+from sparsemlp.ops._checks import (
+    as_threshold,
+    check_float32,
+    check_like,
+    check_token_scale,
+    describe,
+    dtype_text,
+    shape_text,
+)
+from sparsemlp.reference import sparse_linear as reference
+
+__all__ = ["OP", "sparse_linear"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _fake(x: Tensor, weight_t: Tensor, *args: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_t.shape[1]))
+
+
+def _native_call(x: Tensor, *args: object) -> str | None:
+    return _reasons.dtype_not_in(x, _DTYPES)
+
+
+def _triton_call(x: Tensor, weight_t: Tensor | None = None, *args: object) -> str | None:
+    return (
+        _triton.cpu_only_interpreted(x)
+        or _reasons.dtype_not_in(x, _DTYPES)
+        or (None if weight_t is None else _reasons.dtype_not_in(weight_t, _DTYPES, "weight_t"))
+    )
+
+
+OP = Op(
+    "sparse_linear",
+    "Tensor x, Tensor weight_t, Tensor threshold, Tensor? token_scale, Tensor? bias, Tensor? scale",
+    fake=_fake,
+    reference=reference.sparse_linear,
+    backends=(
+        Backend(
+            "native",
+            ("cpu",),
+            "sparsemlp.ops._sparse_linear_native:forward",
+            machine=_native.problem,
+            call=_native_call,
+        ),
+        Backend(
+            "triton",
+            _triton.DEVICES,
+            "sparsemlp.kernels.sparse_linear:forward",
+            machine=_triton.problem,
+            call=_triton_call,
+            unasked=("cpu",),
+        ),
+    ),
+    castable=(0, 1, 4),
+    derivative_hint="call sparsemlp.sparse_linear with backend='auto' or 'reference' to differentiate",
+)
+
+
+def sparse_linear(
+    x: Tensor,
+    weight_t: Tensor,
+    bias: Tensor | None = None,
+    *,
+    threshold: float | Tensor = 0.0,
+    token_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Linear layer over the entries of x that reach a threshold; the weights of channels no token wants are not read.
+
+    Equivalent to::
+
+        kept = ~(abs(x) < token_scale[:, None] * threshold)      # a NaN is kept
+        out = where(kept, x, 0) @ weight_t + bias                # or ... @ (weight_t * scale[:, None]), int8 weights
+
+    Args:
+        x: (..., K), float32, bfloat16, float16 or float64.
+        weight_t: (K, N), x's dtype or int8: the weight channel by channel, the transpose of an `nn.Linear` weight,
+            stored so that a row is contiguous (any stride between rows).
+        bias: (N,), x's dtype.
+        threshold: t ≥ 0, a number, or a float32 tensor of shape () or (K,); inf means never kept. Prefer a tensor
+            under `torch.compile`: another number compiles again.
+        token_scale: s ≥ 0, (T,) float32 with T = x.numel() / K, or x's leading shape. 0 runs the token dense.
+        scale: (K,) float32, with int8 weights and only then: what channel k's row is multiplied by.
+        backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
+            back.
+
+    Returns:
+        (..., N) in x's dtype, contiguous.
+
+    Gradients: where grad mode is on and an input requires grad, "auto" and "reference" compute a differentiable
+        PyTorch composition: the derivative in x is 0 where x is skipped (not where it is a kept 0), in the threshold
+        and the token scale 0 everywhere; int8 weights have none. "native" and "triton" raise.
+    Raises:
+        ValueError: an argument of the wrong rank, size, dtype, device or stride, a negative or NaN threshold, or an
+            unknown backend; the message names it. The values of a threshold tensor are checked by the CPU kernels and
+            the CPU reference only; elsewhere a NaN or negative one keeps the entry.
+        BackendUnavailableError: the backend named cannot compute this call.
+    Numerics: s·t is rounded to float32 and compared with x as it is (float64 for float64 x), so every backend skips the
+        same entries. float32 accumulation, rounded once; int8 weights are widened, not rounded: (x_k · scale_k) · q.
+        Entries that are exactly 0 are skipped, so at threshold 0 the result is the dense layer's up to summation
+        order. A skipped entry adds nothing even where its channel's weights hold inf or NaN (in the differentiable
+        composition they do, as in the dense layer).
+    Source: TEAL (Liu et al.) for one threshold; WINA for one per channel, t_k = τ / ‖weight_t[k]‖₂. See
+        docs/ops/sparse_linear.md.
+    """
+    if isinstance(threshold, Tensor) and backend in ("auto", "native"):
+        done = native.direct(x, weight_t, threshold, token_scale, bias, scale)
+        if done is not None:
+            return done
+    OP.check_backend(backend)
+    tokens = _check_tensors(x, weight_t, bias, scale)
+    limit = as_threshold(threshold, x, weight_t.shape[0], letter="K")
+    if token_scale is not None:
+        token_scale = check_token_scale(token_scale, x, tokens)
+    flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
+    if differentiates(x, weight_t, limit, token_scale, bias, scale):
+        if backend not in ("auto", "reference"):
+            raise ValueError(
+                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
+                "transforms it); use backend='auto', or call it under torch.no_grad()"
+            )
+        out = reference.differentiable(flat, weight_t, limit, token_scale, bias, scale)
+    else:
+        out = OP(flat, weight_t, limit, token_scale, bias, scale, backend=backend)
+    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight_t.shape[1])
+
+
+def _check_tensors(x: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tensor | None) -> int:
+    """Checks x, the weights with their scales, and the bias; returns the number of tokens."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        what = f"shape {shape_text(x)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x is {what}, expected a tensor of shape (..., K); add a dimension")
+    check_like("x", x, x)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ValueError(f"x is {dtype_text(x)}, expected float32, bfloat16, float16 or float64; convert it")
+    k = x.shape[-1]
+    if not isinstance(weight_t, Tensor) or weight_t.dim() != 2 or weight_t.shape[0] != k:
+        raise ValueError(
+            f"weight_t is {describe(weight_t)}, expected (K, N) with x's K = {k}: the transposed nn.Linear weight"
+        )
+    n = weight_t.shape[1]
+    if weight_t.dtype != torch.int8:
+        check_like("weight_t", weight_t, x)
+        if scale is not None:
+            raise ValueError(
+                f"scale is given with {dtype_text(weight_t)} weights, expected it beside int8 weights only; leave it None"
+            )
+    elif weight_t.device != x.device or weight_t.layout != torch.strided:
+        where = f"{weight_t.layout} on {weight_t.device}"
+        raise ValueError(f"weight_t is {where}, expected torch.strided on x's device {x.device}; convert it")
+    elif scale is None:
+        raise ValueError(f"scale is None, expected (K,) = ({k},) beside int8 weights; pass their scales")
+    else:
+        check_float32("scale", scale, (k,), "K", x)
+    if n > 1 and k > 0 and weight_t.stride(1) != 1:
+        raise ValueError(
+            f"weight_t has strides {tuple(weight_t.stride())}, expected unit stride inside a row; store it channel by "
+            "channel, e.g. weight_t.contiguous()"
+        )
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape[0] != n:
+            raise ValueError(f"bias is {describe(bias)}, expected (N,) = ({n},)")
+        check_like("bias", bias, x)
+    return x.numel() // k if k else math.prod(x.shape[:-1])
