@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+import sparsemlp
 from benchmarks.compiled import SETTINGS, compile_dense
 from benchmarks.registry import Entry
 from benchmarks.timing import Timed
 from benchmarks.workload import Call, Density, Workload
+from sparsemlp.router import Explanation
 
-__all__ = ["Alternative", "compiled", "eager", "own", "own_name", "timed", "walk"]
+__all__ = ["Alternative", "compiled", "eager", "explained", "own", "own_name", "timed", "walk"]
 
 Say = Callable[[str], None]
 
@@ -27,6 +29,7 @@ class Alternative:
         sparsity: the thresholds' fraction; None: dense.
         bytes_read: weight bytes of a call from the masks' density; None: all of the dense ones.
         compile_s: seconds of compilation, where it is compiled.
+        call: this package's operator itself.
         seen: the inputs of its sweeps, where it has a sparsity.
     """
 
@@ -35,6 +38,7 @@ class Alternative:
     sparsity: float | None = None
     bytes_read: Callable[[Density], float] | None = None
     compile_s: float | None = None
+    call: Call | None = None
     seen: list[list[Tensor]] = field(default_factory=list)
 
 
@@ -72,18 +76,28 @@ def compiled(entry: Entry, work: Workload, say: Say, *, tuned: bool = True) -> d
     return {"compile": Alternative(label, best.sweep, compile_s=best.seconds[best.setting])}
 
 
-def own(work: Workload, sparsity: float, backend: str = "auto", weights: str = "float") -> Alternative:
-    """This package's operator at a sparsity; its bytes are those of a kernel that skips."""
+def own(
+    work: Workload, sparsity: float, backend: str = "auto", weights: str = "float", apart: str = ""
+) -> Alternative:
+    """This package's operator at a sparsity (`Workload.own`); its bytes are those of a kernel that skips."""
     label = "sparsemlp, threshold 0" if sparsity == 0 else f"sparsemlp, {100 * sparsity:g} % sparse"
     share = 1.0
     if weights != "float":
         label, share = f"{label}, {weights}", 1 / work.dtype.itemsize
+    call = work.own(sparsity, backend, weights, apart)
     return Alternative(
         label,
-        walk(work.own(sparsity, backend, weights)),
+        walk(call),
         sparsity,
         bytes_read=lambda density: share * work.bytes_read(density.union, density.channels),
+        call=call,
     )
+
+
+def explained(call: Call, work: Workload) -> Explanation:
+    """What computes a call of this package's operator with the first layer: `sparsemlp.explain`."""
+    x = work.fresh()[0]
+    return sparsemlp.explain(lambda x: call(0, x), x)
 
 
 def timed(name: str, alternative: Alternative, work: Workload) -> Timed:

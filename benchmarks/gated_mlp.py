@@ -71,14 +71,16 @@ class GatedMlp(Workload):
         """Weight bytes of a call that wants the fractions `union` of the neurons and `channels` of the gate's input."""
         return self.bytes_dense * share_read(self.op, union, channels, self.indicator)
 
-    def _weights(self, i: int, weights: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    def _weights(
+        self, i: int, weights: str, apart: str
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
         """w_gate, w_up, w_down_t as the operator takes them, and the scales of int8 ones."""
         layer = self.layers[i]
         if weights == "float":
             gate = layer.w_gate
             if self.input_sparsity:
                 gate = self.derived("input-major gate", i, lambda: gate.t().contiguous().t())
-            return (gate, layer.w_up, layer.w_down_t), {}
+            return (gate, layer.w_up, self.apart(apart, i, layer.w_down_t)), {}
         made = self.derived(
             "int8", i, lambda: [quantize_rows(w) for w in (layer.w_gate, layer.w_up, layer.w_down_t)]
         )
@@ -86,14 +88,14 @@ class GatedMlp(Workload):
         if self.input_sparsity:
             gate = self.derived("input-major int8 gate", i, lambda: gate.t().contiguous().t())
         names = "scale_gate", "scale_up", "scale_down"
-        return (gate, up, down), dict(zip(names, scales, strict=True))
+        return (gate, up, self.apart(apart, i, down)), dict(zip(names, scales, strict=True))
 
-    def own(self, sparsity: float, backend: str = "auto", weights: str = "float") -> Call:
+    def own(self, sparsity: float, backend: str = "auto", weights: str = "float", apart: str = "") -> Call:
         """This package's kernel with every layer's threshold set for `sparsity` (0: threshold 0)."""
         count, activation = len(self.layers), self.activation
         thresholds = [self.threshold(i, sparsity) for i in range(count)]
         inputs = [self.input_threshold(i) for i in range(count)]
-        made = [self._weights(i, weights) for i in range(count)]
+        made = [self._weights(i, weights, apart) for i in range(count)]
         if (
             self.indicator == "gate" and not self.input_sparsity and weights == "float"
         ):  # nothing more to pass

@@ -66,6 +66,42 @@ def _gated_mlp(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
     return _Call(run, refill)
 
 
+def _mlp(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
+    d, f = (32, 20) if where.dry else (1024, 3000)
+    g = torch.Generator(where.torch_device).manual_seed(tokens)
+    x = torch.randn(tokens, d, generator=g, device=where.torch_device).to(dtype)
+    w_in, w_out_t = (
+        (torch.randn(f, d, generator=g, device=where.torch_device) * n**-0.5).to(dtype) for n in (d, f)
+    )
+    threshold = torch.rand(f, generator=g, device=where.torch_device)
+
+    def run() -> Tensor:
+        return sparsemlp.mlp(x, w_in, w_out_t, threshold=threshold, activation="gelu", backend="triton")
+
+    def refill() -> None:
+        x.normal_(generator=g)
+        threshold.uniform_(0, 1.5, generator=g)
+
+    return _Call(run, refill)
+
+
+def _sparse_linear(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
+    k, n = (40, 24) if where.dry else (3000, 1024)
+    g = torch.Generator(where.torch_device).manual_seed(tokens)
+    x = torch.randn(tokens, k, generator=g, device=where.torch_device).to(dtype)
+    weight_t = torch.randn(k, n, generator=g, device=where.torch_device).to(dtype)
+    threshold = torch.rand(k, generator=g, device=where.torch_device)
+
+    def run() -> Tensor:
+        return sparsemlp.sparse_linear(x, weight_t, threshold=threshold, backend="triton")
+
+    def refill() -> None:
+        x.normal_(generator=g)
+        threshold.uniform_(0, 1.5, generator=g)
+
+    return _Call(run, refill)
+
+
 def _activation(where: Device, dtype: torch.dtype) -> _Call:
     p = torch.randn(300 if where.dry else 100_003, device=where.torch_device).to(dtype)
 
@@ -86,6 +122,10 @@ def _calls(where: Device) -> dict[str, _Call]:
         "gated_mlp, T = 8": functools.partial(_gated_mlp, where, 8, torch.bfloat16),
         "gated_mlp, T = 3, float32": functools.partial(_gated_mlp, where, 3, torch.float32),
         "gated_mlp, T = 40": functools.partial(_gated_mlp, where, 40, torch.float16),
+        "mlp, T = 8": functools.partial(_mlp, where, 8, torch.bfloat16),
+        "mlp, T = 40": functools.partial(_mlp, where, 40, torch.float16),
+        "sparse_linear, T = 1": functools.partial(_sparse_linear, where, 1, torch.bfloat16),
+        "sparse_linear, T = 40": functools.partial(_sparse_linear, where, 40, torch.bfloat16),
         "activation": functools.partial(_activation, where, torch.bfloat16),
     }
     return {name: make() for name, make in made.items()}

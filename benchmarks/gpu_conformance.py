@@ -13,12 +13,13 @@ import torch
 import sparsemlp
 from sparsemlp import activations
 from sparsemlp.testing import assert_within_budget
+from tests import mlp_cases, sparse_linear_cases
 from tests.backends import decided_from
 from tests.blocks import small_blocks
 from tests.cases import CASES, DTYPES, PARAMS, Case, Truth, build
 from tests.devices import device_of
 
-__all__ = ["activation", "gated_mlp"]
+__all__ = ["activation", "gated_mlp", "mlp", "sparse_linear"]
 
 _DRY_ELEMENTS = 3 * 65 * 100
 _SIZES = ((), (0,), (1,), (5, 7), (1025,), (3, 1000), (4097,))
@@ -44,19 +45,56 @@ def _gated_mlp(case: Case, dtype: torch.dtype, small: bool) -> None:
     assert_within_budget(out.reshape(truth.out.shape), truth.peers(), truth.out, flips=flips)
 
 
-def gated_mlp(dry: bool) -> list[list[_Named]]:
-    """Grouped by the first word of a case's name, dtypes in turn; half of them with several blocks of everything."""
+def _mlp(case: mlp_cases.Case, dtype: torch.dtype, small: bool) -> None:
+    sample = mlp_cases.build(case, dtype)
+    truth = mlp_cases.Truth(sample)
+    out = sample.run(sparsemlp.mlp, backend="triton")
+    assert out.shape == sample.x.shape, f"shape {tuple(out.shape)}, expected {tuple(sample.x.shape)}"
+    flips = truth.flips(decided_from("triton", truth.x.shape[0], dtype))
+    assert_within_budget(out.reshape(truth.out.shape), truth.peers(), truth.out, flips=flips)
+
+
+def _sparse_linear(case: sparse_linear_cases.Case, dtype: torch.dtype, small: bool) -> None:
+    sample = sparse_linear_cases.build(case, dtype)
+    truth = sparse_linear_cases.Truth(sample)
+    with sparse_linear_cases.small_blocks(sample, "triton") if small else contextlib.nullcontext():
+        out = sample.run(sparsemlp.sparse_linear, backend="triton")
+    assert_within_budget(out.reshape(truth.out.shape), truth.peers(), truth.out)
+
+
+def _groups(
+    cases: list[Any], function: Callable[..., None], size: Callable[[Any], int], dry: bool
+) -> list[list[_Named]]:
+    """Grouped by the first word of a case's name, dtypes in turn; half of them with several blocks of everything.
+
+    Without int8 weights, which these kernels do not have.
+    """
     groups: dict[str, list[_Named]] = collections.defaultdict(list)
-    for i, case in enumerate(CASES):
-        if dry and case.tokens * case.d * case.f > _DRY_ELEMENTS:
+    for i, case in enumerate(cases):
+        if case.int8 or (dry and size(case) > _DRY_ELEMENTS):
             continue
         for j in range(len(DTYPES)):
             dtype = DTYPES[(i + j) % len(DTYPES)]
-            name = f"{case.name} {str(dtype).removeprefix('torch.')}"
+            name = f"{function.__name__[1:]} {case.name} {str(dtype).removeprefix('torch.')}"
             groups[f"{case.name.partition('-')[0]} {j}"].append(
-                _Named(name, _gated_mlp, (case, dtype, (i + j) % 2 == 0))
+                _Named(name, function, (case, dtype, (i + j) % 2 == 0))
             )
     return list(groups.values())
+
+
+def gated_mlp(dry: bool) -> list[list[_Named]]:
+    """The cases of `tests.cases`."""
+    return _groups(CASES, _gated_mlp, lambda case: case.tokens * case.d * case.f, dry)
+
+
+def mlp(dry: bool) -> list[list[_Named]]:
+    """The cases of `tests.mlp_cases`."""
+    return _groups(mlp_cases.CASES, _mlp, lambda case: case.tokens * case.d * case.f, dry)
+
+
+def sparse_linear(dry: bool) -> list[list[_Named]]:
+    """The cases of `tests.sparse_linear_cases`."""
+    return _groups(sparse_linear_cases.CASES, _sparse_linear, lambda case: case.tokens * case.k * case.n, dry)
 
 
 def _activation(name: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:

@@ -54,7 +54,7 @@ OPERATORS: tuple[Operator, ...] = (
         benchmarks=(
             Benchmark(
                 "decode",
-                "benchmarks.gpu_gated_mlp",
+                "benchmarks.gpu_skipping",
                 ("--what", "decode"),
                 seconds=95,
                 first=40,
@@ -63,10 +63,36 @@ OPERATORS: tuple[Operator, ...] = (
             ),
             Benchmark(
                 "prefill",
-                "benchmarks.gpu_gated_mlp",
+                "benchmarks.gpu_skipping",
                 ("--what", "prefill"),
                 seconds=30,
                 dry=("--tokens", "20", "--shape", "llama3-8b", "--sparsity", "0,90", "--compile", "20"),
+            ),
+        ),
+    ),
+    Operator(
+        "mlp",
+        conformance="benchmarks.gpu_conformance:mlp",
+        benchmarks=(
+            Benchmark(
+                "mlp decode",
+                "benchmarks.gpu_skipping",
+                ("--op", "mlp", "--what", "decode", "--compile", "1"),
+                seconds=25,
+                dry=("--tokens", "1", "--shape", "opt-1.3b", "--sparsity", "0,90", "--compile", "0"),
+            ),
+        ),
+    ),
+    Operator(
+        "sparse_linear",
+        conformance="benchmarks.gpu_conformance:sparse_linear",
+        benchmarks=(
+            Benchmark(
+                "sparse_linear decode",
+                "benchmarks.gpu_skipping",
+                ("--op", "sparse_linear", "--what", "decode", "--compile", "0"),
+                seconds=25,
+                dry=("--tokens", "1", "--shape", "llama3-8b-q", "--sparsity", "0,90"),
             ),
         ),
     ),

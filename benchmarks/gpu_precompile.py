@@ -25,7 +25,7 @@ def _run(function: str, op: str, key: dict[str, Any], config: dict[str, Any]) ->
     module, name = function.split(":")
     try:
         with _configs.use(op, config), torch.inference_mode():
-            getattr(importlib.import_module(module), name)(key)
+            getattr(importlib.import_module(module), name)(op, key)
         torch.cuda.synchronize()
     except Exception as error:  # the process that times will see it too, and leave the configuration out
         return f"{type(error).__name__}: {error}"
@@ -37,7 +37,8 @@ class Precompiler:
 
     Args:
         where: the device.
-        function: `module:function`, which makes one call for a key, on memory that need not hold anything.
+        function: `module:function`, which makes one call for an operator and a key, on memory that need not hold
+            anything.
         megabytes: memory on the GPU that a worker may need, which limits their number.
     """
 

@@ -78,7 +78,7 @@ def measure(
 
 def _line(o: Outcome, latest: Outcome) -> str:
     ratio = f"{latest.ratio:.3f} [{latest.ratio_low:.3f}, {latest.ratio_high:.3f}]"
-    return f"  {o.sparsity:>4g} %  {ratio} of {latest.best_dense}, {latest.rounds} rounds: {o.verdict}"
+    return f"  {o.sparsity:>4g} %  {ratio} of {latest.best_dense}, {latest.route}, {latest.rounds} rounds: {o.verdict}"
 
 
 def _list(text: str) -> tuple[str, ...]:

@@ -24,8 +24,6 @@ AUTO, OWN_DENSE = "auto", "own_dense"
 MOST_ROUNDS = 120
 _HOPELESS = 1.2
 """A dense alternative that takes this many times the fastest one's time in the trial is not timed in the cells."""
-_SETTLE_CALLS = 20
-_SETTLE_S = 0.3
 _DENSITY_TOKENS = 64
 
 
@@ -59,7 +57,7 @@ class Outcome:
     """A cell: times in ms (medians), and the dense alternative's time over auto's with its 95 % interval.
 
     `sparsity` is in percent. `compared` are the dense alternatives timed in the cell; the others' times are the
-    trial's. What ends in `_2` is of the second run that a cell has which fell below in its first.
+    trial's. `route` and `profile` are what `sparsemlp.explain` says of auto. What ends in `_2` is of the second run that a cell has which fell below in its first.
     """
 
     op: str
@@ -84,6 +82,8 @@ class Outcome:
     compile_setting: str
     compile_s: float | None
     compared: str
+    route: str
+    profile: str
     others_cpu: float
     time: str
     best_dense_2: str = ""
@@ -141,15 +141,13 @@ class Bench:
         self.candidates = [name for name, s in self.trial.items() if s <= _HOPELESS * fastest]
 
     def _settle(self, own: Alternative) -> float:
-        """Calls auto until a router that learns from recent calls has seen some; seconds per call."""
-        calls, spent, last = 0, 0.0, 0.0
-        while calls < 2 * len(self.work.layers) or (calls < _SETTLE_CALLS and spent < _SETTLE_S):
+        """Two walks, so that a router has seen every layer's density; seconds per call of the second."""
+        for _ in range(2):
             xs = self.work.fresh()
             start = time.perf_counter()
             own.sweep(xs)
-            last = time.perf_counter() - start
-            calls, spent = calls + len(xs), spent + last
-        return last / len(self.work.layers)
+            seconds = time.perf_counter() - start
+        return seconds / len(self.work.layers)
 
     def _rounds(self, own_s: float) -> int:
         """As many as the budget allows, a multiple of four (`verdict.halves`)."""
@@ -170,7 +168,7 @@ class Bench:
     def cell(self, sparsity: float) -> Outcome:
         """Times auto at a sparsity (a fraction) in turn with the dense alternatives."""
         group, work = self.group, self.work
-        own = alternatives.own(work, sparsity)
+        own = alternatives.own(work, sparsity, apart=f"auto {sparsity:g}")  # own_dense has the layers' own
         density = self._density(sparsity)
         rounds = self._rounds(self._settle(own))
         own.sparsity = None  # its inputs need not be kept
@@ -180,6 +178,8 @@ class Bench:
         ]
         neighbours = machine.Neighbours()
         samples = interleave(timed, rounds, warmup=1)
+        assert own.call is not None
+        explained = alternatives.explained(own.call, work)
         found = compare(samples, AUTO)
         ms = {name: 1e3 * quantile(values, 0.5) for name, values in samples.items()}
         for name, seconds in self.trial.items():
@@ -208,6 +208,8 @@ class Bench:
             compile_setting="" if compiled is None else compiled.label,
             compile_s=None if compiled is None else compiled.compile_s,
             compared="+".join(self.candidates),
+            route=explained.route,
+            profile=explained.profile,
             others_cpu=neighbours.share(),
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )

@@ -154,15 +154,15 @@ def _heat_map(
     values = [
         [_decided(cells[t, s]) if (t, s) in cells else float("nan") for s in sparsities] for t in tokens
     ]
-    figure = blank_figure(1.6 + 1.15 * len(sparsities), 1.9 + 0.62 * len(tokens))
+    figure = blank_figure(1.6 + 1.15 * len(sparsities), 1.9 + 0.75 * len(tokens))
     axes = figure.subplots()
     norm = TwoSlopeNorm(vmin=0.8, vcenter=1.0, vmax=max(1.5, *(_decided(o) for o in cells.values())))
     image = axes.imshow(values, cmap="RdYlGn", norm=norm, aspect="auto")
     for (t, s), o in cells.items():
         x, y = sparsities.index(s), tokens.index(t)
-        text = f"{_decided(o):.2f}\n{o.best_dense_2 or o.best_dense}"
+        text = f"{_decided(o):.2f}\n{o.best_dense_2 or o.best_dense}\n→ {o.route}"
         color = "white" if abs(norm(_decided(o)) - 0.5) > 0.4 else "black"
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
+        axes.text(x, y, text, ha="center", va="center", fontsize=7, color=color)
         if o.verdict in ("fail", "again"):
             style = "-" if o.verdict == "fail" else ":"
             edge = Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, ec="black", lw=2, ls=style)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ WEIGHTS = ("float", "int8")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS: dict[str, Any] = {"indicator": "gate", "input_sparsity": 0.0}
 """The workloads' options and what they are where an operator has none."""
+_SKIP = "sparse", "native"
+"""The routes of `sparsemlp.explain` that skip rows; for more than CHUNK tokens hardly any."""
 _NOISY = 0.10
 _BUSY = 0.05
 
@@ -75,7 +77,8 @@ def _alternatives(case: Case, work: Workload, say: Callable[[str], None]) -> dic
         found |= case.peers(case.entry, work, case.sparsities, say)
     for weights in ("float",) if case.weights == "float" else ("float", case.weights):
         for s in case.sparsities:
-            found[own_name(s, weights)] = alternatives.own(work, s, case.backend, weights)
+            apart = f"{s:g}" if case.backend == "auto" and s > 0 else ""
+            found[own_name(s, weights)] = alternatives.own(work, s, case.backend, weights, apart)
     return found
 
 
@@ -101,10 +104,10 @@ def measure(case: Case, work: Workload, say: Callable[[str], None] = lambda line
         samples = interleave([read, *timed], case.rounds)
         others = neighbours.share()
         densities = _densities(found, work)
+        routes = {name: alternatives.explained(a.call, work).route for name, a in found.items() if a.call}
     chosen, reason = case.backend, ""
     if case.backend == "auto":
         chosen, reason = machine.backend(case.entry.name, work.fresh()[0])
-    skips = chosen == "native" and case.tokens <= CHUNK
     dense_names = [name for name, a in found.items() if a.sparsity is None]
     best = min(dense_names, key=lambda name: quantile(samples[name], 0.5))
     rows = [_read_row(samples[bandwidth.NAME], read_bytes, read_name)]
@@ -116,9 +119,10 @@ def measure(case: Case, work: Workload, say: Callable[[str], None] = lambda line
             baselines["own_float"] = own_name(a.sparsity or 0.0)
         size = float(work.bytes_dense)
         if name in densities and a.bytes_read is not None:
-            reads = skips or not name.startswith((OWN, INT8))
-            size = a.bytes_read(densities[name] if reads else Density(1.0, 1.0, 1.0))
-        rows.append(_row(name, a, densities.get(name), size, samples, read_bytes, baselines))
+            skips = name not in routes or (routes[name] in _SKIP and case.tokens <= CHUNK)
+            size = a.bytes_read(densities[name] if skips else Density(1.0, 1.0, 1.0))
+        row = _row(name, a, densities.get(name), size, samples, read_bytes, baselines)
+        rows.append(replace(row, route=routes.get(name, "")))
     return Result(_facts(case, work, samples, found[best].label, read_name, chosen, reason, others), rows)
 
 

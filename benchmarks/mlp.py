@@ -56,47 +56,31 @@ class Mlp(Workload):
         )
         return Layer(w_in, b_in, w_out_t.t().contiguous(), w_out_t, b_out)
 
-    def own(self, sparsity: float, backend: str = "auto", weights: str = "float") -> Call:
+    def own(self, sparsity: float, backend: str = "auto", weights: str = "float", apart: str = "") -> Call:
         """This package's kernel with every layer's threshold set for `sparsity` (0: threshold 0)."""
         thresholds = [self.threshold(i, sparsity) for i in range(len(self.layers))]
-        layers, activation = self.layers, self.activation
-        if weights == "float":
+        activation, made = (
+            self.activation,
+            [self._weights(i, weights, apart) for i in range(len(self.layers))],
+        )
 
-            def call(i: int, x: Tensor) -> Tensor:
-                w = layers[i]
-                return sparsemlp.mlp(
-                    x,
-                    w.w_in,
-                    w.w_out_t,
-                    threshold=thresholds[i],
-                    activation=activation,
-                    b_in=w.b_in,
-                    b_out=w.b_out,
-                    backend=backend,
-                )
-
-            return call
-        made = [
-            self.derived("int8", i, lambda w=w: [*quantize_rows(w.w_in), *quantize_rows(w.w_out_t)])
-            for i, w in enumerate(layers)
-        ]
-
-        def narrow(i: int, x: Tensor) -> Tensor:
-            w_in, scale_in, w_out_t, scale_out = made[i]
+        def call(i: int, x: Tensor) -> Tensor:
+            matrices, rest = made[i]
             return sparsemlp.mlp(
-                x,
-                w_in,
-                w_out_t,
-                threshold=thresholds[i],
-                activation=activation,
-                b_in=layers[i].b_in,
-                b_out=layers[i].b_out,
-                scale_in=scale_in,
-                scale_out=scale_out,
-                backend=backend,
+                x, *matrices, threshold=thresholds[i], activation=activation, backend=backend, **rest
             )
 
-        return narrow
+        return call
+
+    def _weights(self, i: int, weights: str, apart: str) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+        """w_in and w_out_t as the operator takes them, the biases, and the scales of int8 weights."""
+        w = self.layers[i]
+        biases = {"b_in": w.b_in, "b_out": w.b_out}
+        if weights == "float":
+            return (w.w_in, self.apart(apart, i, w.w_out_t)), biases
+        made = self.derived("int8", i, lambda: [quantize_rows(w.w_in), quantize_rows(w.w_out_t)])
+        (w_in, scale_in), (w_out_t, scale_out) = made
+        return (w_in, self.apart(apart, i, w_out_t)), {**biases, "scale_in": scale_in, "scale_out": scale_out}
 
     def compared(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """|φ(p)| of layer i in float32, and where it is not 0."""

@@ -24,7 +24,8 @@ class Row:
     `vs_X` is X's time divided by this one's (above 1: faster than X): the median over rounds of the ratio within a
     round; `_low` and `_high` bound it (95 % bootstrap); `vs_own_float` is for int8 weights, against x's dtype at the
     same sparsity. `share_of_read` likewise, of the bandwidth read in the round.
-    `megabytes` are the weight bytes read by a call, in 10⁶ bytes.
+    `megabytes` are the weight bytes read by a call, in 10⁶ bytes. `route` is what `sparsemlp.explain` says of this
+    package's calls after the timing.
     """
 
     alternative: str
@@ -54,6 +55,7 @@ class Row:
     vs_own_float_low: float | None = None
     vs_own_float_high: float | None = None
     compile_s: float | None = None
+    route: str = ""
 
     @property
     def ours(self) -> bool:
@@ -129,7 +131,7 @@ def read_csv(path: Path) -> Result:
         raise ValueError(f"{path} is no benchmark result, expected the columns that benchmarks.run writes")
     rows = []
     for line in lines:
-        text = {"alternative": line["alternative"], "label": line["label"]}
+        text = {name: line.get(name) or "" for name in ("alternative", "label", "route")}
         numbers = {name: float(line[name]) if line.get(name) else None for name in names if name not in text}
         rows.append(Row(**text, **numbers))  # type: ignore[arg-type]
     return Result({k: v for k, v in lines[0].items() if k not in names}, rows)
@@ -199,7 +201,7 @@ def table(result: Result) -> str:
     )
     body = [
         (
-            row.label,
+            f"{row.label} ({row.route})" if row.route else row.label,
             _number(row.density, 3),
             _number(row.union_density, 3),
             *(_number(v, 3) for v in (row.p20_ms, row.p50_ms, row.p80_ms)),

@@ -33,8 +33,9 @@ class SparseLinear(Workload):
         weight_t = self._matrix(self.shape.d, self.shape.f, self.shape.d, generator)
         return Layer(weight_t.t().contiguous(), weight_t)
 
-    def own(self, sparsity: float, backend: str = "auto", weights: str = "float") -> Call:
+    def own(self, sparsity: float, backend: str = "auto", weights: str = "float", apart: str = "") -> Call:
         """This package's kernel with every layer's threshold set for `sparsity` (0: threshold 0)."""
+        # Nothing is kept apart: no router remembers linear layers.
         thresholds = [self.threshold(i, sparsity) for i in range(len(self.layers))]
         if weights == "float":
             made = [(w.weight_t, None) for w in self.layers]

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 import sparsemlp
-from benchmarks.gated_mlp import GatedMlp
+from benchmarks import registry
 from benchmarks.gpu_device import Device, Replay, median, timed
-from benchmarks.gpu_gated_mlp import Checked, Walk, layers_for
+from benchmarks.gpu_skipping import Checked, Walk, layers_for
 from benchmarks.shapes import Shape
+from benchmarks.shapes import get as shape_of
 from benchmarks.tune_spaces import DTYPES, SPACES
+from benchmarks.workload import Workload
 from sparsemlp import activations
-from sparsemlp.kernels import _configs, gated_mlp
+from sparsemlp.kernels import _configs, _rows
 from sparsemlp.testing import assert_within_budget
 
 __all__ = ["TRIALS", "call"]
@@ -29,24 +31,27 @@ _WIN = 0.97
 """Skipping tiles must save 3 % of the dense time, and looking for them may not cost more."""
 
 
-def _shape(key: Key) -> Shape:
-    return Shape(f"{key['d']}x{key['f']}", key["d"], key["f"], "silu")
+def _shape(op: str, key: Key) -> Shape:
+    d, f = (key["k"], key["n"]) if "k" in key else (key["d"], key["f"])
+    activation = {"gated_mlp": "silu", "mlp": "relu", "sparse_linear": "identity"}[op]
+    return Shape(f"{d}x{f}", d, f, activation, registry.get(op).workload.kind)
 
 
-class GatedMlpTrial:
-    """Few tokens: the two launches at 50 % and 90 % sparsity, in graphs, with fresh masks."""
+class SkippingTrial:
+    """Few tokens: an operator's launches at 50 % and 90 % sparsity, in graphs, with fresh masks."""
 
+    op: ClassVar[str] = "gated_mlp"
     sparsities: tuple[float, ...] = _SPARSITIES
-    _shared: ClassVar[dict[tuple[int, int, str], GatedMlp]] = {}  # the weights of the last sizes
+    _shared: ClassVar[dict[tuple[str, Shape, str], Workload]] = {}  # the weights of the last sizes
 
     def __init__(self, where: Device, key: Key) -> None:
         self.where, self.key = where, key
-        sizes = key["d"], key["f"], key["dtype"]
+        shape = _shape(self.op, key)
+        sizes = self.op, shape, key["dtype"]
         share = self._shared.get(sizes)
         self._shared.clear()
-        shape = _shape(key)
-        self.work = GatedMlp(
-            shape, DTYPES[key["dtype"]], key["tokens"], "silu", layers_for(where, shape),
+        self.work = registry.get(self.op).workload(
+            shape, DTYPES[key["dtype"]], key["tokens"], shape.activation, layers_for(where, self.op, shape),
             share=share, device=where.torch_device,
         )  # fmt: skip
         self._shared[sizes] = self.work
@@ -64,7 +69,27 @@ class GatedMlpTrial:
         return config
 
 
-class PrefillTrial(GatedMlpTrial):
+class MlpTrial(SkippingTrial):
+    op = "mlp"
+
+
+class MlpPrefillTrial(MlpTrial):
+    """Many tokens: the mask between the vendor's products."""
+
+    sparsities = (0.5,)
+
+
+class LinearTrial(SkippingTrial):
+    op = "sparse_linear"
+
+
+class LinearPrefillTrial(LinearTrial):
+    """Many tokens: the mask before the vendor's product."""
+
+    sparsities = (0.5,)
+
+
+class PrefillTrial(SkippingTrial):
     """Many tokens: what is around the vendor's products; at the end whether skipping tiles ever wins."""
 
     sparsities = (0.5,)
@@ -156,15 +181,22 @@ class _Made:
     build: Callable[[Device, Key], Any]
 
 
-def _mlp_keys(
-    tokens: tuple[int, ...],
+def _skipping_keys(
+    op: str, tokens: tuple[int, ...]
 ) -> Callable[[Device, Sequence[Shape], Sequence[int] | None], list[Key]]:
+    """Of the operator's kind among the shapes asked for; where there are none, its own list."""
+    kind = registry.get(op).workload.kind
+    own = {"mlp": ("opt-1.3b",), "sparse_linear": ("llama3-8b-up", "llama3-8b-down")}
+    first, second = ("k", "n") if op == "sparse_linear" else ("d", "f")
+
     def keys(where: Device, shapes: Sequence[Shape], chosen: Sequence[int] | None) -> list[Key]:
-        sizes = [(64, 48)] if where.dry else [(s.d, s.f) for s in shapes]
-        fit = [t for t in chosen or tokens if (t <= gated_mlp.DECODE_TOKENS) == (tokens[0] <= 16)]
+        found = [s for s in shapes if s.kind == kind] or [shape_of(name) for name in own.get(op, ())]
+        sizes = [(64, 48)] if where.dry else [(s.d, s.f) for s in found]
+        few = tokens[0] <= _rows.MOST_TOKENS
+        fit = [t for t in chosen or tokens if (t <= _rows.MOST_TOKENS) == few]
         if where.dry:
             fit = [min(t, 24) for t in fit[:1]]
-        return [{"tokens": t, "d": d, "f": f, "dtype": "bf16"} for t in fit for d, f in sizes]
+        return [{"tokens": t, first: d, second: f, "dtype": "bf16"} for t in fit for d, f in sizes]
 
     return keys
 
@@ -175,22 +207,37 @@ def _activation_keys(where: Device, shapes: Sequence[Shape], chosen: Sequence[in
 
 
 TRIALS: dict[str, _Made] = {
-    "gated_mlp": _Made(0.75, _mlp_keys((1, 8, 4, 16)), GatedMlpTrial),
-    "gated_mlp_prefill": _Made(0.15, _mlp_keys((512, 2048)), PrefillTrial),
-    "activation": _Made(0.10, _activation_keys, ActivationTrial),
+    "gated_mlp": _Made(0.60, _skipping_keys("gated_mlp", (1, 8, 4, 16)), SkippingTrial),
+    "gated_mlp_prefill": _Made(0.12, _skipping_keys("gated_mlp", (512, 2048)), PrefillTrial),
+    "mlp": _Made(0.08, _skipping_keys("mlp", (1, 8)), MlpTrial),
+    "mlp_prefill": _Made(0.02, _skipping_keys("mlp", (512,)), MlpPrefillTrial),
+    "sparse_linear": _Made(0.08, _skipping_keys("sparse_linear", (1, 8)), LinearTrial),
+    "sparse_linear_prefill": _Made(0.02, _skipping_keys("sparse_linear", (512,)), LinearPrefillTrial),
+    "activation": _Made(0.08, _activation_keys, ActivationTrial),
 }
 """By the operator's name in configurations."""
 
 
-def call(key: Key) -> None:
-    """One call of the operator that a key belongs to, for compiling: weights are zeros."""
-    if "n" in key:
-        p = torch.zeros(key["n"], dtype=DTYPES[key["dtype"]], device="cuda")
+def call(op: str, key: Key) -> None:
+    """One call with the configuration `op` for a key, for compiling: weights are zeros."""
+    dtype = DTYPES[key["dtype"]]
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    limit = zeros(dtype=torch.float32)
+    if op == "activation":
         for counts in (False, True):
-            sparsemlp.activation(p, "jsrelu", counts=counts, backend="triton")
-        return
-    x = torch.zeros(key["tokens"], key["d"], dtype=DTYPES[key["dtype"]], device="cuda")
-    w = torch.zeros(key["f"], key["d"], dtype=DTYPES[key["dtype"]], device="cuda")
-    sparsemlp.gated_mlp(
-        x, w, w, w, threshold=torch.zeros((), device="cuda"), activation="silu", backend="triton"
-    )
+            sparsemlp.activation(zeros(key["n"]), "jsrelu", counts=counts, backend="triton")
+    elif "k" in key:
+        x, weight_t = zeros(key["tokens"], key["k"]), zeros(key["k"], key["n"])
+        sparsemlp.sparse_linear(x, weight_t, threshold=limit, backend="triton")
+    else:
+        x, w = zeros(key["tokens"], key["d"]), zeros(key["f"], key["d"])
+        if op.startswith("gated"):
+            sparsemlp.gated_mlp(x, w, w, w, threshold=limit, activation="silu", backend="triton")
+        else:
+            b_in, b_out = zeros(key["f"]), zeros(key["d"])
+            sparsemlp.mlp(
+                x, w, w, threshold=limit, activation="relu", b_in=b_in, b_out=b_out, backend="triton"
+            )

@@ -124,11 +124,14 @@ class Workload(abc.ABC):
         """One layer's random weights."""
 
     @abc.abstractmethod
-    def own(self, sparsity: float, backend: str = "auto", weights: str = "float") -> Call:
+    def own(self, sparsity: float, backend: str = "auto", weights: str = "float", apart: str = "") -> Call:
         """This package's operator with every layer's threshold set for `sparsity` (0: threshold 0).
 
         Args:
             weights: "float" for x's dtype, or "int8".
+            apart: a name for copies of the matrices whose rows are skipped, "" for the layers' own. The router
+                remembers how dense a layer's calls were by that matrix's address: sparsities that are timed in turn
+                would each see the others' density, which no model does.
         """
 
     @abc.abstractmethod
@@ -172,6 +175,10 @@ class Workload(abc.ABC):
         if (what, i) not in self._derived:
             self._derived[what, i] = make()
         return self._derived[what, i]
+
+    def apart(self, name: str, i: int, matrix: Tensor) -> Tensor:
+        """Layer i's copy of the matrix under that name; itself without a name."""
+        return self.derived(f"{name} {matrix.dtype}", i, matrix.clone) if name else matrix
 
     def fresh(self) -> list[Tensor]:
         """An x for every layer, never seen before: (T, D) each."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsemlp._op import BackendUnavailableError
 from sparsemlp.ops import activation, gated_mlp, mlp, sparse_linear
+from sparsemlp.router import explain, set_router
 
 if TYPE_CHECKING:
     from sparsemlp.calibration import Plan, calibrate
@@ -24,8 +25,10 @@ __all__ = [
     "__version__",
     "activation",
     "calibrate",
+    "explain",
     "gated_mlp",
     "mlp",
+    "set_router",
     "sparse_linear",
 ]
 

@@ -111,6 +111,8 @@ class Op:
         derivative: (setup_context, backward) as `torch.library.register_autograd` wants them; None: there is none, and
             differentiating raises.
         derivative_hint: what to do where there is none.
+        route: for `auto`, asked with the arguments where the native backend would compute them: another function of
+            the same arguments that computes this call faster, or None for the backend's own choice.
     """
 
     def __init__(
@@ -125,11 +127,13 @@ class Op:
         castable: tuple[int, ...],
         derivative: tuple[Callable[..., None], Callable[..., Any]] | None = None,
         derivative_hint: str = "",
+        route: Callable[[tuple[Any, ...]], Callable[..., Any] | None] | None = None,
     ) -> None:
         self.name = name
         self.reference = reference
         self.backends = backends
         self._castable = frozenset(castable)
+        self.route = route
         self._hint = derivative_hint
         self._derivative = derivative
         setup_context, backward = derivative or (lambda *a, **k: None, self._backward)
@@ -186,7 +190,8 @@ class Op:
             device = args[0].device.type
             for b in self.backends:
                 if device not in b.unasked and b.why_not(args) is None:
-                    return b
+                    routed = self.route(args) if self.route is not None and b.name == "native" else None
+                    return routed or b
             return self.reference
         self.check_backend(backend)
         chosen = next(b for b in self.backends if b.name == backend)

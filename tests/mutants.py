@@ -201,6 +201,7 @@ _GATED = (
     ),
 )
 
+ROUNDED = call("test_an_input_threshold_one_percent_off_fails", HALF, 8, of=of_inputs)
 UNSEEN = call(
     "test_columns_that_the_gate_does_not_see_are_not_read", torch.inf, 40, torch.float32, of=of_inputs
 )
@@ -219,13 +220,19 @@ _INPUTS = (
         "gated_mlp_prefill.py",
         "input_threshold, None, b_gate)",
         "input_threshold, None, None)",
-        cases("inputs-0.5-gate-0.5-silu--T36"),
+        cases("inputs-0-gate-0.5-gelu--T36"),
     ),
     (
         "_select.py",
-        'if INDICATOR == "up" or INDICATOR == "product":',
-        'if INDICATOR == "product":',
+        "act = ACT(_plus(act, b_gate, j, wanted), a, b, c)",
+        "act = ACT(act, a, b, c)",
         cases("inputs-channels-up-0.5-silu-mean-T5"),
+    ),
+    (
+        "gated_mlp.py",
+        "input_threshold, None, None, torch.float32)",
+        "input_threshold, None, None, x.dtype)",
+        ROUNDED,
     ),
     ("_channels.py", "run([_masked.repair(", "([_masked.repair(", UNSEEN),
 )

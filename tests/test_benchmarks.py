@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from benchmarks import bandwidth, gate, machine, measure, plot, registry, report, shapes, timing
-from benchmarks.gated_mlp import GatedMlp, layers_beyond_cache
+from benchmarks import alternatives, bandwidth, gate, machine, measure, plot, registry, report, shapes, timing
 
 SMALL = shapes.Shape("small", 96, 640, "silu")
 
@@ -51,6 +49,25 @@ def test_every_round_times_everything_in_changing_order() -> None:
     assert {o[0] for o in orders} == set(range(count))
     followers = {pair for o in orders for pair in itertools.pairwise(o)}
     assert {(b, a) for a, b in followers} == followers  # nobody is always timed behind the same one
+
+
+def test_two_alternatives_change_places() -> None:
+    assert {tuple(timing.order(2, r)) for r in range(2, 4)} == {(0, 1), (1, 0)}
+
+
+def test_a_trial_is_short_for_slow_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sweeps = [0.0], [0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def sweep(_: object) -> None:
+        clock[0] += 3.0
+        sweeps[0] += 1
+
+    assert timing.trial([timing.Timed("a", lambda: None, sweep, calls=2)], seconds=4.0) == {"a": 1.5}
+    assert sweeps[0] == 1 + 2
+    clock[0], sweeps[0] = 0.0, 0
+    timing.trial([timing.Timed("a", lambda: None, sweep, calls=2)], seconds=1000.0)
+    assert sweeps[0] == 1 + 5
 
 
 def test_interleave_leaves_preparation_and_warmup_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,92 +117,7 @@ def test_quantiles_interpolate() -> None:
     assert timing.quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
 
 
-# The workload
-
-
-def test_masks_are_new_on_every_call_at_the_wanted_density() -> None:
-    work = GatedMlp(SMALL, torch.float32, 1, "silu", layers=2)
-    seen = {s: [work.fresh() for _ in range(300)] for s in (0.5, 0.9)}
-    for sparsity, density in work.densities(seen).items():
-        wanted = 1 - sparsity
-        assert density.density == pytest.approx(wanted, rel=0.1)
-        assert density.union == pytest.approx(density.density)  # T = 1
-        assert density.overlap == pytest.approx(wanted, rel=0.2)  # independent: chance only
-
-
-def test_a_fixed_mask_would_be_noticed() -> None:
-    work = GatedMlp(SMALL, torch.float32, 1, "silu", layers=2)
-    again = work.fresh()
-    assert work.densities({0.9: [again] * 20})[0.9].overlap == 1.0
-
-
-def test_inputs_never_repeat() -> None:
-    work = GatedMlp(SMALL, torch.bfloat16, 2, "silu", layers=3)
-    inputs = [x for _ in range(20) for x in work.fresh()]
-    assert all(x.shape == (2, SMALL.d) and x.dtype == torch.bfloat16 for x in inputs)
-    assert len({tuple(x.float().flatten().tolist()) for x in inputs}) == len(inputs)
-
-
-def test_tokens_of_a_call_have_independent_masks() -> None:
-    work = GatedMlp(SMALL, torch.float32, 4, "silu", layers=2)
-    density = work.densities({0.9: [work.fresh() for _ in range(200)]})[0.9]
-    assert density.union == pytest.approx(1 - (1 - density.density) ** 4, rel=0.05)
-
-
-@pytest.mark.parametrize("sparsity", [0.25, 0.9])
-def test_threshold_is_the_exact_quantile_of_the_calibration_tokens(sparsity: float) -> None:
-    work = GatedMlp(SMALL, torch.float32, 1, "silu", layers=1)
-    threshold = work.threshold(0, sparsity)
-    assert threshold.shape == ()
-    assert threshold.dtype == torch.float32
-    values = work._calibration[0]
-    assert (values < threshold).sum().item() == round(sparsity * len(values))
-
-
-def test_relu_starts_from_its_exact_zeros() -> None:
-    work = GatedMlp(SMALL, torch.float32, 1, "relu", layers=1)
-    density = work.densities({0.0: [work.fresh() for _ in range(100)]})[0.0]
-    assert density.density == pytest.approx(0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_what_is_timed_computes_the_mlp(dtype: torch.dtype, activation: str) -> None:
-    work = GatedMlp(SMALL, dtype, 16, activation, layers=2)
-    entry = registry.get("gated_mlp")
-    x, layer = work.fresh()[1], work.layers[1]
-    wide = [t.double() for t in (x, layer.w_gate, layer.w_up, layer.w_down)]
-    gate_out, up = F.linear(wide[0], wide[1]), F.linear(wide[0], wide[2])
-    act = F.silu(gate_out) if activation == "silu" else F.gelu(gate_out, approximate="tanh")
-    truth = F.linear(act * up, wide[3])
-    baseline = (entry.dense[0].build(work)(1, x) - truth).abs().max()
-    budget = 2 * baseline + torch.finfo(dtype).eps * truth.abs().max()
-    with torch.inference_mode():
-        assert (work.own(0.0)(1, x) - truth).abs().max() <= budget
-        torch.testing.assert_close(entry.dense[1].build(work)(1, x), entry.dense[0].build(work)(1, x))
-        # A threshold that drops nine tenths must change the result, or nothing was skipped.
-        assert (work.own(0.9)(1, x) - truth).abs().max() > budget
-
-
-def test_weights_are_shared_between_token_counts() -> None:
-    first = measure.build(case())
-    second = measure.build(case(tokens=4), share=first)
-    assert second.layers is first.layers
-    assert second.tokens == 4
-
-
-def test_layers_leave_the_cache() -> None:
-    assert layers_beyond_cache(352_000_000, 32 * 2**20) == 3
-    small = layers_beyond_cache(5_308_416, 32 * 2**20)
-    assert small * 5_308_416 > 4 * 32 * 2**20
-    assert small * 5_308_416 / 3 > 32 * 2**20  # even a walk over the gates alone
-
-
-def test_bytes_follow_the_rows_read() -> None:
-    work = GatedMlp(SMALL, torch.bfloat16, 1, "silu", layers=1)
-    assert work.bytes_dense == 3 * SMALL.d * SMALL.f * 2
-    assert work.bytes_read(1.0) == work.bytes_dense
-    assert work.bytes_read(0.0) == work.bytes_dense / 3
+# Tables
 
 
 def test_tables_are_consistent() -> None:
@@ -194,8 +126,9 @@ def test_tables_are_consistent() -> None:
         assert shape.d > 0
         assert shape.f > 0
     for entry in registry.ENTRIES.values():
-        assert (gate.ROOT / entry.conformance.path).is_file()
-        assert all(shapes.get(name).gated for name in entry.shapes)
+        assert all((gate.ROOT / path).is_file() for path in entry.conformance.paths)
+        assert entry.name == entry.workload.op
+        assert entry.shapes
     assert shapes.get("llama3-8b") == shapes.Shape("llama3-8b", 4096, 14336, "silu")
 
 
@@ -227,6 +160,44 @@ def test_measure_reports_every_alternative() -> None:
     assert "sparsemlp, 90 % sparse" in report.table(result)
 
 
+def test_int8_weights_are_timed_beside_the_same_sparsity() -> None:
+    one = case(weights="int8", dtype="bf16", rounds=1)
+    result = measure.measure(one, measure.build(one))
+    narrow, wide = result.row("int8_90"), result.row("own_90")
+    assert narrow.vs_own_float == pytest.approx(wide.p50_ms / narrow.p50_ms)
+    assert narrow.vs_own_0 is None
+    assert wide.vs_own_float is None
+    assert narrow.density == wide.density
+    if result.facts["backend"] == "native":
+        assert narrow.megabytes == pytest.approx(wide.megabytes / 2)
+    assert "× own float" in report.table(result)
+    assert "× own float" not in report.table(measure.measure(case(), measure.build(case())))
+
+
+def test_options_reach_the_operator_and_the_table() -> None:
+    one = case(options={"indicator": "product", "input_sparsity": 0.5}, rounds=1)
+    result = measure.measure(one, measure.build(one))
+    assert "indicator product" in report.table(result)
+    assert "50% of the gate's input" in report.table(result)
+    assert result.facts["indicator"] == "product"
+
+
+@pytest.mark.parametrize(("op", "shape"), [("mlp", "tiny-mlp"), ("sparse_linear", "tiny-linear")])
+def test_other_operators_are_measured(op: str, shape: str, tmp_path: Path) -> None:
+    row = shapes.get(shape)
+    one = case(entry=registry.get(op), shape=row, activation=row.activation, rounds=1, tokens=3)
+    result = measure.measure(one, measure.build(one))
+    names = [row.alternative for row in result.rows]
+    assert names == ["read", "eager", "eager_neuron_major", "own_0", "own_90"]
+    own, eager = result.row("own_90"), result.row("eager")
+    assert own.union_density is not None
+    if result.facts["backend"] == "native":
+        share = own.union_density if op == "sparse_linear" else (1 + own.union_density) / 2
+        assert own.megabytes == pytest.approx(eager.megabytes * share)
+    pytest.importorskip("matplotlib", reason="plots need the bench extra")
+    plot.draw(result, tmp_path / "r.png")
+
+
 def test_ratios_point_the_right_way() -> None:
     """In a single round every ratio is that of the two times."""
     result = measure.measure(case(rounds=1), measure.build(case()))
@@ -238,15 +209,20 @@ def test_ratios_point_the_right_way() -> None:
     assert own.share_of_read == pytest.approx(own.gb_per_s / read.gb_per_s)
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_bytes_of_a_path_that_reads_everything(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ("native", "") if skips else ("reference", "native: not built")
-    monkeypatch.setattr(machine, "backend", lambda op, x: found)
+@pytest.mark.parametrize("route", ["sparse", "dense", "pytorch", "reference"])
+def test_bytes_of_a_path_that_reads_everything(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "explained", lambda call, work: SimpleNamespace(route=route))
     result = measure.measure(case(), measure.build(case()))
     own, eager = result.row("own_90"), result.row("eager")
-    assert (own.megabytes < 0.5 * eager.megabytes) is skips
-    assert (own.megabytes == eager.megabytes) is not skips
-    assert ("not built" in report.table(result)) is not skips
+    assert (own.megabytes < 0.5 * eager.megabytes) is (route == "sparse")
+    assert (own.megabytes == eager.megabytes) is (route != "sparse")
+    assert own.route == route
+    assert f"sparsemlp, 90 % sparse ({route})" in report.table(result)
+
+
+def test_a_missing_library_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "backend", lambda op, x: ("reference", "native: not built"))
+    assert "not built" in report.table(measure.measure(case(), measure.build(case())))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +302,16 @@ def test_csv_holds_the_result(tmp_path: Path) -> None:
     again = report.read_csv(path)
     assert again.row("own_90").p50_ms == pytest.approx(result.row("own_90").p50_ms, rel=1e-4)
     assert again.row("eager").density is None
+    later = [
+        name for name in lines[0] if name.startswith("vs_own_float")
+    ]  # an older file lacks these columns
+    with open(tmp_path / "older.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in lines[0] if name not in later], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(lines)
+    kept = report.read_csv(tmp_path / "older.csv")
+    assert kept.row("own_90").vs_own_float is None
+    assert kept.row("own_90").p50_ms == again.row("own_90").p50_ms
     with pytest.raises(ValueError, match="no benchmark result"):
         report.read_csv(_text(tmp_path / "other.csv", "a,b\n1,2\n"))
 
@@ -355,6 +341,8 @@ def test_stem_names_a_foreign_activation() -> None:
     facts = {"op": "gated_mlp", "shape": "llama3-8b", "activation": "silu", "dtype": "bf16", "tokens": 4}
     assert report.stem(facts, "silu") == "gated_mlp_llama3-8b_bf16_t4"
     assert report.stem({**facts, "activation": "relu"}, "silu") == "gated_mlp_llama3-8b-relu_bf16_t4"
+    options = {"indicator": "up", "input_sparsity": 0.25, "weights": "int8"}
+    assert report.stem({**facts, **options}, "silu") == "gated_mlp_llama3-8b-up-input25-int8_bf16_t4"
 
 
 def _row(alternative: str, ms: float, density: float | None = None, **numbers: float) -> report.Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bandwidth, gate, machine, measure, registry, report, run, targets
+from benchmarks import bandwidth, gate, machine, measure, overhead, registry, report, run, targets
 
 KERNEL = "faster"
 
@@ -47,7 +47,7 @@ TINY = [
 
 
 def _gated_by(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    entry = dataclasses.replace(registry.get("gated_mlp"), conformance=gate.Conformance(str(path), KERNEL))
+    entry = dataclasses.replace(registry.get("gated_mlp"), conformance=gate.Conformance((str(path),), KERNEL))
     monkeypatch.setitem(registry.ENTRIES, "gated_mlp", entry)
 
 
@@ -135,59 +135,92 @@ def test_bad_arguments_are_named(
 # Targets
 
 
-def _results(factor: float) -> dict[tuple[str, int], report.Result]:
+def _results(factor: float) -> dict[targets.Key, report.Result]:
     """Results that pass every target by `factor`."""
     results = {}
-    for dtype, tokens, sparsities in targets.CASES:
+    for key, sparsities in targets.CASES.items():
+        mine = [t for t in targets.TARGETS if (t.dtype, t.tokens, t.weights) == key]
         rows = []
-        for s in sparsities:
-            name = measure.own_name(s)
-            mine = [t for t in targets.TARGETS if (t.dtype, t.tokens) == (dtype, tokens)]
-            wanted = {t.key: t.must for t in mine if t.alternative in (name, "own")}
-            ms = wanted.pop("p50_ms", 1.0) / factor
-            numbers = {key: value * factor for key, value in wanted.items()}
-            rows.append(_row(name, ms, **{"share_of_read": 1.0, **numbers}))
-        results[dtype, tokens] = report.Result({}, rows)
+        for weights, every in (("float", "own"), ("int8", "int8")):
+            for s in sparsities:
+                name = measure.own_name(s, weights)
+                wanted: dict[str, float] = {"share_of_read": 1.0, "vs_own_float": 2.0}
+                for t in mine:
+                    if t.alternative in (name, every):
+                        wanted[t.key] = max(wanted.get(t.key, 0.0), t.must * factor)
+                rows.append(_row(name, 1.0, **{**wanted, **_exact(mine, every, factor)}))
+        results[key] = report.Result({}, rows)
     return results
 
 
+def _exact(mine: list[targets.Target], every: str, factor: float) -> dict[str, float]:
+    """What the worst row of a kind must have: every row here does."""
+    return {t.key: t.must * factor for t in mine if t.alternative == every}
+
+
 def test_targets_pass_and_fail_by_their_musts() -> None:
-    text, reached = targets.evaluate(_results(1.01))
+    text, reached = targets.evaluate(_results(1.01), targets.OVERHEAD_US - 0.1)
     assert reached
     assert "FAIL" not in text
-    text, reached = targets.evaluate(_results(0.99))
+    text, reached = targets.evaluate(_results(1.01), targets.OVERHEAD_US + 0.1)
     assert not reached
-    assert text.count("FAIL") == len(targets.TARGETS)
-    text, _ = targets.evaluate(_results(2.0))
+    assert text.count("FAIL") == 1
+    text, reached = targets.evaluate(_results(0.7), 100.0)
+    assert not reached
+    assert text.count("FAIL") == len(targets.TARGETS) + 1
+    text, _ = targets.evaluate(_results(2.0), 1.0)
     assert text.count("aim reached") == sum(t.aim is not None for t in targets.TARGETS)
 
 
-def test_the_worst_share_of_all_sparsities_counts() -> None:
+@pytest.mark.parametrize(
+    ("key", "field", "row"),
+    [(("bf16", 1, "float"), "share_of_read", 2), (("bf16", 1, "int8"), "vs_own_float", 6)],
+)
+def test_the_worst_of_all_sparsities_counts(key: targets.Key, field: str, row: int) -> None:
     results = _results(1.01)
-    rows = results["bf16", 1].rows
-    rows[2] = dataclasses.replace(rows[2], share_of_read=0.5)
-    text, reached = targets.evaluate(results)
+    rows = results[key].rows
+    rows[row] = dataclasses.replace(rows[row], **{field: 0.5})
+    text, reached = targets.evaluate(results, 1.0)
     assert not reached
     (line,) = (line for line in text.splitlines() if "FAIL" in line)
-    assert rows[2].alternative in line
+    assert rows[row].alternative in line
 
 
 def test_targets_mode_measures_its_own_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _gated_by(monkeypatch, _text(tmp_path / "test_green.py", f"def test_{KERNEL}(): pass\n"))
+    fixed = overhead.Fixed("sparsemlp.gated_mlp", "inference_mode", 30.0, 9.0, 8.0, 10.0)
+    monkeypatch.setattr(overhead, "measure", lambda *_, **__: [fixed])
     code = run.main([*TINY, "--targets", "--out", str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert code == int("FAIL" in out)
+    assert "9.00" in out.splitlines()[-1]
     names = sorted(path.name for path in (tmp_path / "out").rglob("targets/*.csv"))
-    assert names == sorted(f"gated_mlp_tiny_{dtype}_t{tokens}.csv" for dtype, tokens, _ in targets.CASES)
+    assert names == sorted(
+        f"gated_mlp_tiny{'' if weights == 'float' else '-int8'}_{dtype}_t{tokens}.csv"
+        for dtype, tokens, weights in targets.CASES
+    )
+
+
+def test_options_of_one_operator_are_refused_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--op", "mlp", "--indicator", "up"], "--indicator is given, which is not for mlp"),
+        (["--op", "sparse_linear", "--input-sparsity", "50"], "--input-sparsity is given"),
+        (["--backend", "cuda"], "--backend is 'cuda', expected one of: auto, native"),
+        (["--peers", "--indicator", "up"], "--peers is given with --indicator"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run.main(arguments)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(registry.ENTRIES))
 def test_every_operator_is_gated_by_tests_that_exist(name: str) -> None:
     tests = registry.get(name).conformance
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", tests.path, "-k", tests.select, "--collect-only", "-q"],
+        [sys.executable, "-m", "pytest", *tests.paths, "-k", tests.select, "--collect-only", "-q"],
         cwd=gate.ROOT,
         capture_output=True,
         text=True,

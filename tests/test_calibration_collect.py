@@ -256,8 +256,8 @@ def test_not_finite_activations_name_the_layer() -> None:
         collect(model, [ids(1, 4)], progress=False)
 
 
-def test_model_without_gated_mlp() -> None:
-    with pytest.raises(ValueError, match="model is Sequential without a gated MLP"):
+def test_model_without_mlp() -> None:
+    with pytest.raises(ValueError, match="model is Sequential without an MLP of a known form"):
         collect(nn.Sequential(nn.Linear(3, 3)), [torch.ones(1, 3)], progress=False)
 
 

@@ -243,7 +243,7 @@ def test_a_kernel_uses_what_the_file_says(tmp_path: Path) -> None:
     config = {"block_f": 32, "splits": 2, "down_warps": 1}
     write(tmp_path, [{"key": sizes, "config": config}], op="gated_mlp", gpu="cpu")
     x, w = torch.zeros(2, 64), torch.zeros(96, 64)
-    nothing = (None,) * 7
+    nothing = (None,) * 8
     _, (select, down) = gated_mlp.decode(x, w, w, w, torch.zeros(()), *nothing, "silu", "gate")
     assert (select.grid, select.constants["BLOCK_F"], down.constants["SPLITS"], down.num_warps) == (
         (3,),

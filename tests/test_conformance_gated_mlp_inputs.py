@@ -21,6 +21,7 @@ BACKENDS = [
     p for p in backends(OP) if not_built(build(Case("any", inputs=1), torch.float32), p.values[0]) is None
 ]
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+KERNELS = pytest.mark.parametrize("backend", [p for p in backends(OP) if p.values[0] in ("native", "triton")])
 NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 FEW_AND_MANY = pytest.mark.parametrize("tokens", [1, 4, 40, 130])
@@ -67,7 +68,10 @@ def test_nan_is_seen(tokens: int, dtype: torch.dtype, backend: str) -> None:
     out = replace(sample, x=x).run(sparsemlp.gated_mlp, backend=backend)
     rest = torch.arange(tokens) != tokens // 2
     assert out[tokens // 2].isnan().all()
-    assert torch.equal(out[rest], before[rest])
+    if backend == "triton":  # which adds in another order where an output is not finite
+        check(replace(sample, x=x[rest]), backend, out[rest])
+    else:
+        assert torch.equal(out[rest], before[rest])
 
 
 @EVERY_BACKEND
@@ -127,7 +131,7 @@ def by_row(sample: Sample) -> Sample:
     return replace(sample, w_gate=sample.w_gate.contiguous())
 
 
-@NATIVE
+@KERNELS
 def test_a_gate_stored_by_row_is_refused_by_name(backend: str) -> None:
     sample = build(Case("by-row", inputs=0.5), torch.float32)
     message = r"needs w_gate stored input by input with input_threshold .* it has strides \(65, 1\)"

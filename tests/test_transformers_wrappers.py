@@ -43,7 +43,8 @@ class OddMLP(nn.Module):
 
 def test_a_model_without_known_mlps():
     message = (
-        r"^model Sequential has no gated MLP of a known form \(saw FeedForward, OddMLP\), expected children"
+        r"^model Sequential has no MLP of a known form \(saw FeedForward, OddMLP, where 0 has no member activation_fn, "
+        r".* or gelu_impl\), expected children"
     )
     with pytest.raises(ValueError, match=message):
         sparsify(nn.Sequential(FeedForward(), OddMLP(), nn.Linear(8, 8)))

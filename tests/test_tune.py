@@ -15,7 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks import tune, tune_spaces, tune_trials
 from benchmarks.gpu_device import Deadline, Device, Replay
 from benchmarks.gpu_precompile import Precompiler
-from sparsemlp.kernels import _configs, gated_mlp
+from sparsemlp.kernels import _channels, _configs, gated_mlp, mlp
+from sparsemlp.kernels._launch import Launch
+from sparsemlp.kernels._rule import Rule
 
 KEYS = {
     "gated_mlp": [
@@ -25,6 +27,15 @@ KEYS = {
         for dtype in ("bf16", "fp32")
     ],
     "gated_mlp_prefill": [{"tokens": 512, "d": 4096, "f": 14336, "dtype": "bf16"}],
+    "mlp": [{"tokens": t, "d": 2048, "f": 8192, "dtype": "bf16"} for t in (1, 8)],
+    "mlp_prefill": [{"tokens": 512, "d": 2048, "f": 8192, "dtype": "bf16"}],
+    "sparse_linear": [
+        {"tokens": t, "k": k, "n": n, "dtype": dtype}
+        for t in (1, 8)
+        for k, n in ((4096, 14336), (14336, 4096))
+        for dtype in ("bf16", "fp32")
+    ],
+    "sparse_linear_prefill": [{"tokens": 512, "k": 4096, "n": 14336, "dtype": "bf16"}],
     "activation": [{"n": 2**20, "dtype": "fp32"}],
 }
 KEY = KEYS["activation"][0]
@@ -44,17 +55,34 @@ def test_candidates(op: str) -> None:
             assert all(_configs._usable(name, v, default[name]) for name, v in config.items()), config
 
 
-@pytest.mark.parametrize("key", KEYS["gated_mlp"], ids=str)
-def test_a_candidate_can_be_launched_for_the_tokens_near_its_key_too(key: dict[str, Any]) -> None:
+def _launches(op: str, key: dict[str, Any], tokens: int) -> list[Launch]:
+    """The launches of a call near a key."""
+    dtype, threshold = tune_spaces.DTYPES[key["dtype"]], torch.empty((), device="meta")
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if op == "sparse_linear":
+        x, w = meta(tokens, key["k"]), meta(key["k"], key["n"])
+        return _channels.few(x, w, threshold, None, None, dtype)[1]
+    x, w = meta(tokens, key["d"]), meta(key["f"], key["d"])
+    if op == "mlp":
+        rule = Rule(threshold, None, None, None, "relu", "ungated")
+        return mlp.decode(x, w, w, rule, None, None, None)[1]
+    return gated_mlp.decode(x, w, w, w, threshold, *(None,) * 8, "silu", "gate")[1]
+
+
+@pytest.mark.parametrize(
+    ("op", "key"), [(op, key) for op in ("gated_mlp", "mlp", "sparse_linear") for key in KEYS[op]], ids=str
+)
+def test_a_candidate_can_be_launched_for_the_tokens_near_its_key_too(op: str, key: dict[str, Any]) -> None:
     """An entry is also the nearest one for numbers of tokens that nothing was tuned for."""
-    (d, f), dtype = (key["d"], key["f"]), tune_spaces.DTYPES[key["dtype"]]
-    w, threshold = torch.empty(f, d, dtype=dtype, device="meta"), torch.empty((), device="meta")
-    for config in tune.candidates("gated_mlp", key):
+    for config in tune.candidates(op, key):
         for tokens in (1, 2, 3, 16):
-            x = torch.empty(tokens, d, dtype=dtype, device="meta")
-            with _configs.use("gated_mlp", config):
-                _, launches = gated_mlp.decode(x, w, w, w, threshold, *(None,) * 7, "silu", "gate")
-            for launch in launches:
+            with _configs.use(op, config):
+                select, rows = _launches(op, key, tokens)
+            of_x = op == "sparse_linear"  # whose first launch multiplies nothing
+            for launch in (rows,) if of_x else (select, rows):
                 constants = launch.constants
                 assert all(0 < n < 65536 for n in launch.grid[1:]), (config, tokens, launch.grid)
                 if constants.get("DOT"):
@@ -62,8 +90,8 @@ def test_a_candidate_can_be_launched_for_the_tokens_near_its_key_too(key: dict[s
                         constants[name] for name in ("BLOCK_D", "BLOCK_I", "BLOCK_T") if name in constants
                     ]
                     assert min(sides) >= 16, (config, tokens, constants)
-            if "DOT" in launches[1].constants and launches[1].constants["DOT"]:  # as tuned, not rounded up
-                assert launches[1].constants["BLOCK_I"] == config["block_i"], (config, tokens)
+            if rows.constants.get("DOT"):  # as tuned, not rounded up
+                assert rows.constants["BLOCK_I"] == config["block_i"], (config, tokens)
 
 
 def test_short_sides_are_tried_where_nothing_near_multiplies_with_them() -> None:

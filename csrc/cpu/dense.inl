@@ -70,27 +70,34 @@ inline bool hidden_of(const MlpCall& call, int64_t t0, int64_t T, int64_t j, flo
     return threshold >= 0.f;
 }
 
-// Words of PER neurons' h for T tokens, into the tiles of `hidden` at step j / PER. `second` is null past the last one.
-template <class S>
-void store_hidden(const DenseCall& call, int64_t t0, int64_t T, int64_t j, const float* first, const float* second) {
-    using G = Product<S>;
-    const int64_t steps = hidden_steps<S>(call.mlp.neurons), M = V::kPanelTile;
-    for (int64_t t = 0; t < T; t += M) {
-        const int64_t end = T - t < M ? T - t : M;
-        for (int64_t i = 0; i < end; ++i) {
-            const int64_t token = t0 + t + i, tile = token / M * M;
-            float* word = call.hidden + tile * steps + j / G::PER * tile_tokens(call.mlp.tokens, tile) + token % M;
-            if constexpr (G::PER == 2) {
-                typename G::X low, high{0};
-                narrow(first[t + i], &low);
-                if (second != nullptr)
-                    narrow(second[t + i], &high);
-                const uint32_t pair = static_cast<uint32_t>(high.bits) << 16 | low.bits;
-                __builtin_memcpy(word, &pair, sizeof pair);
-            } else {
-                *word = first[t + i];
-            }
+// words[t] of PER neurons' h for T tokens. `second` is null past the last neuron.
+template <class S> void hidden_words(int64_t T, const float* first, const float* second, uint32_t* words) {
+    if constexpr (Product<S>::PER == 2) {
+        for (int64_t t = 0; t < T; ++t) {
+            bf16 low;
+            narrow(first[t], &low);
+            words[t] = low.bits;
         }
+        if (second != nullptr)
+            for (int64_t t = 0; t < T; ++t) {
+                bf16 high;
+                narrow(second[t], &high);
+                words[t] |= static_cast<uint32_t>(high.bits) << 16;
+            }
+    } else {
+        memcpy(words, first, T * sizeof(float));
+    }
+}
+
+// The words of tokens [t0, t0 + T) at one step into the tiles of `hidden`; a block may begin inside a tile.
+template <class S>
+void store_hidden(const DenseCall& call, int64_t t0, int64_t T, int64_t step, const uint32_t* words) {
+    const int64_t steps = hidden_steps<S>(call.mlp.neurons), M = V::kPanelTile;
+    for (int64_t token = t0; token < t0 + T;) {
+        const int64_t inside = token % M, tile = token - inside, count = tile_tokens(call.mlp.tokens, tile);
+        const int64_t n = count - inside < t0 + T - token ? count - inside : t0 + T - token;
+        memcpy(call.hidden + tile * steps + step * count + inside, words + (token - t0), n * sizeof(float));
+        token += n;
     }
 }
 
@@ -100,6 +107,7 @@ bool run_dense_hidden(const DenseCall& call, int64_t begin, int64_t end, float* 
     const MlpCall& mlp = call.mlp;
     const bool gated = mlp.rule.indicator != Indicator::none, given = mlp.gate.rows == nullptr;
     float *const gates = scratch, *const ups = gates + kDenseRows * kDenseTokens;
+    uint32_t words[kDenseTokens];
     bool valid = true;
     const auto row = [&](const Matrix& m, int64_t j) { return static_cast<const W*>(m.rows) + j * m.stride; };
     for (int64_t t0 = 0; t0 < mlp.tokens; t0 += kDenseTokens) {
@@ -120,8 +128,8 @@ bool run_dense_hidden(const DenseCall& call, int64_t begin, int64_t end, float* 
                     finished<S>(mlp, mlp.up, t0, T, j0 + i, u);
                 valid &= hidden_of(mlp, t0, T, j0 + i, p, u, active);
                 if (i % PER == PER - 1 || i + 1 == n) {
-                    const float* first = p - i % PER * kDenseTokens;
-                    store_hidden<S>(call, t0, T, j0 + i - i % PER, first, i % PER == 1 ? p : nullptr);
+                    hidden_words<S>(T, p - i % PER * kDenseTokens, i % PER == 1 ? p : nullptr, words);
+                    store_hidden<S>(call, t0, T, (j0 + i) / PER, words);
                 }
             }
         }
@@ -165,13 +173,14 @@ void dense_columns(const DenseCall& call, int64_t t0, int64_t T, int64_t d0, int
                     left < kDepth ? left : kDepth, (n * bytes + 63) / 64};
         const int64_t calls = (n + kPanel - 1) / kPanel * ((T + M - 1) / M) * ((steps + 15) / 16);
         const int64_t lines = calls > 0 ? (next.total() + calls - 1) / calls : 0;
-        for (int64_t i = 0; i < n; i += kPanel)
-            for (int64_t t = 0; t < T; t += M) {
-                const int64_t tile = tile_tokens(mlp.tokens, t0 + t);
-                const float* h = call.hidden + (t0 + t) * steps_all + k / G::PER * tile;
+        // A tile's hidden values stay in the first cache level for all panels, the panels in the second for all tiles.
+        for (int64_t t = 0; t < T; t += M) {
+            const int64_t tile = tile_tokens(mlp.tokens, t0 + t);
+            const float* h = call.hidden + (t0 + t) * steps_all + k / G::PER * tile;
+            for (int64_t i = 0; i < n; i += kPanel)
                 panel_tokens<S>(tile, panels + i * kPanelSteps, h, sums + t * kWide + i, kWide, steps, k == 0, &next,
                                 lines);
-            }
+        }
     }
 }
 

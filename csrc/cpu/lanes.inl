@@ -43,15 +43,11 @@ template <> struct Product<bf16> {
         return _mm512_castsi512_ps(rest >= 32 ? Dot<bf16>::load(row + k) : Dot<bf16>::load_n(row + k, rest));
     }
     static V::F row(const int8_t* row, int64_t k, int64_t rest) {
-        float values[32] = {};
-        for (int64_t half = 0; half < 32 && half < rest; half += 16)
-            V::store(values + half,
-                     rest - half >= 16 ? V::load(row + k + half) : V::load_n(row + k + half, rest - half));
-        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-        const V::F low = V::load(values), high = V::load(values + 16);
-        return _mm512_castsi512_ps(
-            top_halves(_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)));
+        const auto bytes = rest >= 32 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k))
+                                      : _mm256_maskz_loadu_epi8(Q::first(rest), row + k);
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+        return _mm512_castsi512_ps(top_halves(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(even)),
+                                              _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(odd))));
     }
     static __m256i half_row(const bf16* row, int64_t n, int64_t rest) {
         return rest >= 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + n))

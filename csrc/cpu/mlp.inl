@@ -162,6 +162,29 @@ template <class S, class W> struct Slot {
             activate(out, n * T, call.rule.activation, call.rule.params);
     }
 
+    uint32_t want_one(float a, float m, float threshold, bool zeros) const {
+        return kept_at(m, limit_of(call.rule, threshold, 0)) && (zeros || a != 0.f);
+    }
+
+    // Bits of the tokens that want a neuron with these values; by the product, `u` holds the other factor. Reads a
+    // vector past the last token: there is scratch behind.
+    uint32_t want(const float* a, const float* u, float threshold, bool zeros) const {
+        uint32_t wanted = 0;
+        for (int64_t t = 0; t < T; t += V::W) {
+            float limits[V::W];
+            if (call.rule.token_scale != nullptr)
+                for (int64_t i = 0; i < V::W; ++i)
+                    limits[i] = t + i < T ? limit_of(call.rule, threshold, t + i) : 0.f;
+            const typename V::F limit = call.rule.token_scale != nullptr ? V::load(limits) : V::set1(threshold);
+            const typename V::F value = V::load(a + t);
+            typename V::F m = value;
+            if (u != nullptr)
+                m = V::fma(value, V::load(u + t), V::zero());
+            wanted |= V::kept(m, value, limit, zeros) << t;
+        }
+        return T < 32 ? wanted & ((1u << T) - 1) : wanted;
+    }
+
     // Appends the active ones of neurons [j0, j0 + n), whose values are at act[(at + i) * T], to the list. By the
     // product, what is listed is a·u.
     int64_t compact(int64_t j0, int64_t n, int64_t at, int64_t found, const float* also) {
@@ -172,15 +195,14 @@ template <class S, class W> struct Slot {
         for (int64_t i = 0; i < n; ++i) {
             const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
             valid &= threshold >= 0.f;
-            const float *a = act + (at + i) * T, *u = also + i * T;
-            uint32_t wanted = 0;
-            for (int64_t t = 0; t < T; ++t) {
-                const bool nonzero = zeros || a[t] != 0.f;
-                const float m = product ? a[t] * u[t] : a[t];
-                wanted |= static_cast<uint32_t>(kept_at(m, limit_of(rule, threshold, t)) && nonzero) << t;
-            }
-            for (int64_t t = 0; t < T; ++t) // found <= at + i: never ahead of what is still to be read
-                act[found * T + t] = product ? a[t] * u[t] : a[t];
+            float *a = act + (at + i) * T, *to = act + found * T; // never ahead of what is still to be read
+            const uint32_t wanted = T == 1 ? want_one(*a, product ? *a * also[i] : *a, threshold, zeros)
+                                           : want(a, product ? also + i * T : nullptr, threshold, zeros);
+            if (product)
+                for (int64_t t = 0; t < T; ++t)
+                    to[t] = a[t] * also[i * T + t];
+            else if (to != a)
+                memcpy(to, a, T * sizeof(float));
             index[found] = static_cast<int32_t>(j0 + i);
             mask[found] = wanted;
             found += wanted != 0;
@@ -197,13 +219,17 @@ template <class S, class W> struct Slot {
             const int64_t j = index[g + i];
             const float mu = mean != nullptr ? mean[j] : 0.f;
             const float scale = call.down.scale != nullptr ? call.down.scale[j] : 1.f;
-            for (int64_t t = 0; t < T; ++t) {
-                float& h = act[(g + i) * T + t];
-                const float v = second != nullptr ? h * second[i * T + t] : h;
-                if (indicator == Indicator::up && mean == nullptr && second[i * T + t] == 0.f)
-                    mask[g + i] &= ~(1u << t);
-                h = (mask[g + i] >> t) & 1 ? (mean != nullptr ? v - mu : v) * scale : 0.f;
-            }
+            float* h = act + (g + i) * T;
+            const float* v = second != nullptr ? second + i * T : nullptr;
+            if (indicator == Indicator::up && mean == nullptr)
+                for (int64_t t = 0; t < T; ++t)
+                    mask[g + i] &= ~(static_cast<uint32_t>(v[t] == 0.f) << t);
+            if (v != nullptr)
+                for (int64_t t = 0; t < T; ++t)
+                    h[t] *= v[t];
+            const uint32_t wanted = mask[g + i];
+            for (int64_t t = 0; t < T; ++t)
+                h[t] = (wanted >> t) & 1 ? (h[t] - mu) * scale : 0.f;
         }
     }
 
@@ -277,8 +303,8 @@ template <class S, class W> struct Slot {
 
     bool run() {
         const int64_t capacity = batch_neurons(T);
-        float also[kBlock * kMaxTokens];
-        int64_t at = 0, found = 0; // rows of act in use, and how many of them are active
+        float also[kBlock * kMaxTokens + V::W]; // a vector past the last token is read
+        int64_t at = 0, found = 0;              // rows of act in use, and how many of them are active
         for (int64_t j0 = slot * kBlock; j0 < call.neurons; j0 += call.slots * kBlock) {
             const int64_t n = call.neurons - j0 < kBlock ? call.neurons - j0 : kBlock;
             if (found + n > capacity) {

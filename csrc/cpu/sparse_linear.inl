@@ -41,7 +41,7 @@ template <class W> struct ColumnSums {
     bool any_closed = false;
 
     ColumnSums(const SparseLinearCall& c, int64_t from, int64_t count, float* scratch)
-        : call(c), d0(from), n(count), step((count + 63) / 64 * 64), acc(scratch), closed(scratch + kLinearSums) {
+        : call(c), d0(from), n(count), step((count + 63) / 64 * 64 + 32), acc(scratch), closed(scratch + kLinearSums) {
         for (int64_t t = 0; t < call.tokens; ++t)
             acc_of[t] = acc + t * step;
         memset(acc, 0, call.tokens * step * sizeof(float));
@@ -93,7 +93,8 @@ template <class W> struct ColumnSums {
 
 template <class S, class W>
 uint32_t run_columns(const SparseLinearCall& call, int64_t begin, int64_t end, float* scratch) {
-    const int64_t T = call.tokens, most = kLinearSums / T < kLinearColumns ? kLinearSums / T / 64 * 64 : kLinearColumns;
+    const int64_t T = call.tokens, room = (kLinearSums / T - 32) / 64 * 64; // two lines a token, as in the MLPs
+    const int64_t most = room < kLinearColumns ? room : kLinearColumns;
     const int64_t stretches = (end - begin + most - 1) / most;
     const int64_t width = stretches > 0 ? ((end - begin + stretches - 1) / stretches + 63) / 64 * 64 : 0;
     const S* bias = static_cast<const S*>(call.bias);

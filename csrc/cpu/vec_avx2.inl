@@ -70,6 +70,12 @@ struct V {
             rows[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
         }
     }
+    // Bits of the lanes that are kept: not |m| < limit, and a ≠ 0 unless zeros count.
+    static uint32_t kept(F m, F a, F limit, bool zeros) {
+        const F size = _mm256_andnot_ps(_mm256_set1_ps(-0.f), m);
+        const int on = _mm256_movemask_ps(_mm256_cmp_ps(size, limit, _CMP_NLT_UQ));
+        return static_cast<uint32_t>(zeros ? on : on & _mm256_movemask_ps(_mm256_cmp_ps(a, zero(), _CMP_NEQ_UQ)));
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 

@@ -78,6 +78,11 @@ struct V {
             rows[i + 12] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
         }
     }
+    // Bits of the lanes that are kept: not |m| < limit, and a ≠ 0 unless zeros count.
+    static uint32_t kept(F m, F a, F limit, bool zeros) {
+        const uint32_t on = _mm512_cmp_ps_mask(_mm512_abs_ps(m), limit, _CMP_NLT_UQ);
+        return zeros ? on : on & _mm512_cmp_ps_mask(a, zero(), _CMP_NEQ_UQ);
+    }
     static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 

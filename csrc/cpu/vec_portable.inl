@@ -62,6 +62,13 @@ struct V {
                 rows[k].v[i] = v;
             }
     }
+    // Bits of the lanes that are kept: not |m| < limit, and a ≠ 0 unless zeros count.
+    static uint32_t kept(F m, F a, F limit, bool zeros) {
+        uint32_t on = 0;
+        for (int i = 0; i < W; ++i)
+            on |= static_cast<uint32_t>(!(fabsf(m.v[i]) < limit.v[i]) && (zeros || a.v[i] != 0.f)) << i;
+        return on;
+    }
     static void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 

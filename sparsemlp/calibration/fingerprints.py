@@ -24,8 +24,8 @@ def mlps_of(model: nn.Module) -> dict[str, nn.Module]:
     mlps = find_mlps(model)
     if not mlps:
         raise ValueError(
-            f"model is {type(model).__name__} without an MLP of a known form, expected gate, up and down projections or "
-            "two layers with an activation between them; see sparsemlp.integrations.transformers.find_mlps"
+            f"model is {type(model).__name__} without an MLP of a known form, expected gate, up and down projections, "
+            "or two layers with an activation between; see sparsemlp.integrations.transformers.find_mlps"
         )
     return mlps
 

@@ -205,6 +205,7 @@ class _Recorder:
         def ungated_hook(child: nn.Module, args: Any, out: Tensor) -> None:
             self._record(name, activation, params, out, out.new_ones(()).expand_as(out))
 
+        hooks: dict[nn.Module, Callable[..., None]]
         if not parts.gated:
             hooks = {first: ungated_hook}
         elif len(parts.inputs) == 1:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from sparsemlp import activations
 from sparsemlp.integrations.transformers import find_mlps
-from sparsemlp.nn import SparseGatedMLP
+from sparsemlp.nn import SparseGatedMLP, SparseMLP
 from sparsemlp.reference.gated_mlp import input_kept
 
 __all__ = [
@@ -226,7 +226,7 @@ def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
     hooks = [
         module.register_forward_pre_hook(watch(name), with_kwargs=True)
         for name, module in find_mlps(model).items()
-        if isinstance(module, SparseGatedMLP)
+        if isinstance(module, (SparseGatedMLP, SparseMLP))
     ]
     try:
         yield meter
@@ -235,8 +235,10 @@ def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
             hook.remove()
 
 
-def _skipped(module: SparseGatedMLP, x: Tensor) -> Tensor:
+def _skipped(module: SparseGatedMLP | SparseMLP, x: Tensor) -> Tensor:
     """Where the module skips a neuron, (..., F) bool: the complement of *active* in docs/ops/gated_mlp.md."""
+    if isinstance(module, SparseMLP):
+        return module.skipped(x)
     children, t = module._modules, module.input_threshold
     gate_layer: Any = children.get("gate_proj", children.get("gate_up_proj"))
     up_layer: Any = children.get("up_proj", gate_layer)

@@ -190,10 +190,9 @@ def densify(model: _Model) -> _Model:
     weights = _shared_weights(sparse)
     dense: dict[int, nn.Module] = {}
     for module in sparse:
-        if isinstance(module, InlineMLP):
-            module.remove()
-        else:
-            dense[id(module)] = module.to_dense()
+        whole = module.to_dense()
+        if not isinstance(module, InlineMLP):
+            dense[id(module)] = whole
         _retie(module, weights)
     _exchange(model, dense)
     return model

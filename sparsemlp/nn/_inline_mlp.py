@@ -1,8 +1,9 @@
 """Sparse MLPs in a layer that has no module for its MLP: three parts stand where the MLP's were.
 
 The first part computes the whole MLP, the activation and the last part hand on what they get. The names, Parameters and
-the state dict stay: each part shares the dictionaries of the one it stands for. Each asks the MLP whether it is fused
-at that moment, so nothing is passed between them, and where it is not they are the dense parts.
+the state dict stay: each part shares the dictionaries of the one it stands for. The first asks the MLP whether it is
+fused at that moment; the others see from the width of what they get what it did. Where it is not fused they are the
+dense parts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class InlineMLP(SparseMLP):
     _layer: tuple[nn.Module]
     _replaced: tuple[Any, Any, Any]
     _parts: tuple[InlineFirst, InlineAct, InlineLast]
+    _places: tuple[tuple[nn.Module, str, nn.Module], ...]
+    _sizes: tuple[int, int]
 
     @classmethod
     def insert(
@@ -52,8 +55,10 @@ class InlineMLP(SparseMLP):
         first, act, last = (inline.get(layer, path) for path in form.paths)
         sparse._replaced = first, act, last
         sparse._parts = InlineFirst(first, sparse), InlineAct(act, sparse), InlineLast(last, sparse)
-        for path, part in zip(form.paths, sparse._parts, strict=True):
-            parent, name = inline.parent_of(layer, path)
+        sparse._sizes = first.in_features, first.out_features
+        places = [inline.parent_of(layer, path) for path in form.paths]
+        sparse._places = tuple((*place, part) for place, part in zip(places, sparse._parts, strict=True))
+        for parent, name, part in sparse._places:
             setattr(parent, name, part)
         sparse.training = layer.training
         sparse._set("threshold", limit)
@@ -61,20 +66,20 @@ class InlineMLP(SparseMLP):
         sparse._relayout()
         return sparse
 
-    def remove(self) -> None:
-        """Puts the very objects back that the parts stand for, with the weights of now."""
-        layer = self._layer[0]
-        for path, part, dense in zip(self.form.paths, self._parts, self._replaced, strict=True):
-            parent, name = inline.parent_of(layer, path)
+    def to_dense(self) -> nn.Module:
+        """Puts the very objects back that the parts stand for, with the weights of now; returns the layer."""
+        for (parent, name, part), dense in zip(self._places, self._replaced, strict=True):
             if isinstance(dense, nn.Module):
                 dense.training = part.training
                 dense._is_full_backward_hook = part._is_full_backward_hook
             if getattr(parent, name) is part:
-                delattr(parent, name)
+                if not isinstance(dense, nn.Module):  # a function: the name is to be an attribute again
+                    delattr(parent, name)
                 setattr(parent, name, dense)
         last = self._replaced[2]
         if "last" in self._moved and _projections.store(last, by_column=False):
             self._moved.clear()
+        return self._layer[0]
 
     def quantize(self) -> None:
         """Raises: int8 weights are not built for an MLP without a module of its own."""
@@ -93,12 +98,19 @@ class InlineMLP(SparseMLP):
 
     def _standing(self) -> bool:
         """Whether the three parts are where they were put."""
-        layer, pairs = self._layer[0], zip(self.form.paths, self._parts, strict=True)
-        return all(inline.get(layer, path) is part for path, part in pairs)
+        for parent, name, part in self._places:  # noqa: SIM110, a loop costs half of what all() does
+            if parent._modules.get(name) is not part:
+                return False
+        return True
 
     def fuses(self, part: nn.Module) -> bool:
         """Whether the part, one of the three, is to compute or hand on the whole MLP; a replica of it is not."""
         return any(part is own for own in self._parts) and self._fusable()
+
+    def has_run(self, x: Tensor, part: nn.Module) -> bool:
+        """Whether x, which the part got, is the MLP's output already."""
+        width, neurons = self._sizes
+        return x.shape[-1] == width if width != neurons else self.fuses(part)
 
     def _drops(self) -> bool:
         return self._draws and self._layer[0].training
@@ -180,7 +192,7 @@ class InlineAct(nn.Module):
             self.training = dense.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self._mlp[0].fuses(self) else self._dense[0](x)
+        return x if self._mlp[0].has_run(x, self) else self._dense[0](x)
 
 
 class InlineLast(_Linear):
@@ -192,7 +204,7 @@ class InlineLast(_Linear):
         self.register_load_state_dict_post_hook(_after_load)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self._mlp[0].fuses(self) else super().forward(x)
+        return x if self._mlp[0].has_run(x, self) else super().forward(x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InlineLast:
         super()._apply(fn, recurse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -216,6 +217,17 @@ class SparseMLP(Thresholded):
             scale_out=s_out,
             backend=self.backend,
         )
+
+    def skipped(self, x: Tensor) -> Tensor:
+        """Which neurons the module skips for an input (..., D), (..., F) bool; none where it runs dense."""
+        first, _, _ = self._layers()
+        assert first is not None
+        pre = first(x)
+        if self._drops() or not self._fusable():
+            return torch.zeros(pre.shape, dtype=torch.bool, device=pre.device)
+        act = activations.apply(pre, self.activation, self.activation_params).float()
+        below = act.abs() < self.threshold
+        return below if self.skipped_mean is not None else below | (act == 0)
 
     def _layers(self) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
         """The first and the last layer and the activation, as they are now."""

@@ -1,8 +1,14 @@
-"""Launches the compiled gated MLP: the fused kernel for few tokens, GEMMs around a fused mask for many."""
+"""Launches the compiled gated MLP: by rows that are skipped, by dense products, or by PyTorch's GEMMs.
+
+The three are `ROUTES`; `forward` is the choice that depends on nothing but the number of tokens, and
+`sparsemlp.router` the one that depends on what is fastest.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +20,12 @@ from sparsemlp.ops import _sparse_linear_native as sparse_linear
 from sparsemlp.ops._products import neuron_linear, rows_linear
 from sparsemlp.reference.gated_mlp import gated_mlp as reference
 from sparsemlp.reference.gated_mlp import gemm_bias, input_kept
+from sparsemlp.router.decide import fused_tokens
 
-__all__ = ["CHUNK", "INDICATORS", "MAX_FUSED_TOKENS", "MAX_FUSED_TOKENS_INT8", "direct", "forward"]
+__all__ = ["CHUNK", "INDICATORS", "ROUTES", "direct", "forward"]
 
 CHUNK = 32
-"""Tokens in one call of the fused kernel."""
-
-MAX_FUSED_TOKENS = {torch.bfloat16: CHUNK, torch.float32: 4 * CHUNK, torch.float16: 2**62}
-"""Up to here the fused kernel, chunk by chunk, above it PyTorch's GEMMs. Where it stops paying on two AVX-512 cores (D
-4096, F 14336, nothing skipped): float32 620 against 830 ms at 128 tokens and 1250 against 1330 at 256; float16 626
-against 2306 ms at 256; bfloat16 37 against 38 ms at 32 and, in two chunks, 73 against 62 at 64."""
-
-MAX_FUSED_TOKENS_INT8 = {torch.bfloat16: 4 * CHUNK, torch.float32: 4 * CHUNK, torch.float16: 2**62}
-"""Likewise with int8 weights, which a GEMM needs widened first."""
+"""Tokens in one call of the fused kernel; with more, the same operator multiplies densely."""
 
 INDICATORS = {"gate": 0, "up": 1, "product": 2}
 """The compiled kernel's ids."""
@@ -106,7 +105,7 @@ def direct(
             return None
     if grad and activation_params is not None and activation_params.requires_grad:
         return None
-    if x.dim() == 0 or x.numel() > CHUNK * x.shape[-1]:
+    if x.dim() == 0 or x.numel() > fused_tokens(x.dtype, scale_down is not None) * x.shape[-1]:
         return None
     try:
         pre = None
@@ -141,7 +140,13 @@ def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tens
     return pre if scale is None else pre.mul_(scale)
 
 
-def forward(
+def forward(*args: Any) -> Tensor:
+    """The operator's arguments in order; up to CHUNK tokens by skipping rows, more by dense products."""
+    return run("sparse" if args[0].shape[0] <= CHUNK else "dense", *args)
+
+
+def run(
+    route: str,
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
@@ -165,7 +170,7 @@ def forward(
     activation: str,
     indicator: str,
 ) -> Tensor:
-    """The operator's arguments in order; x is (T, D)."""
+    """One of `ROUTES` with the operator's arguments in order; x is (T, D)."""
     limit = float32_run(threshold)
     assert limit is not None
     call = _Call(
@@ -189,12 +194,20 @@ def forward(
     scale = float32_run(token_scale)
     if x.stride(1) != 1 and x.shape[1] > 1:
         x = x.contiguous()
+    if route == "pytorch":
+        return call.by_pytorch(x, scale)
     if x.shape[0] <= CHUNK:
         return call.few(x, scale)
-    if x.shape[0] <= (MAX_FUSED_TOKENS if scale_down is None else MAX_FUSED_TOKENS_INT8)[x.dtype]:
-        scales = (None,) * -(-x.shape[0] // CHUNK) if scale is None else scale.split(CHUNK)
-        return torch.cat([call.few(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
-    return call.many(x, scale)
+    if route == "dense":
+        return call.fused(x, scale)
+    scales = (None,) * -(-x.shape[0] // CHUNK) if scale is None else scale.split(CHUNK)
+    return torch.cat([call.few(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
+
+
+ROUTES = {name: functools.partial(run, name) for name in ("sparse", "dense", "pytorch")}
+"""Functions of the operator's arguments. `sparse` reads the rows that some of CHUNK tokens wants; `dense` multiplies by
+all weights and is `sparse` up to CHUNK tokens; `pytorch` likewise, by PyTorch's GEMMs, and rounds p and u to x's dtype
+first."""
 
 
 @dataclass(frozen=True)
@@ -222,14 +235,14 @@ class _Call:
         """At most CHUNK tokens; one that integers cannot hold, with int8 weights, as the reference computes it."""
         finite = None if self.scale_down is None else x.isfinite().all(dim=1)
         if finite is None or bool(finite.all()):
-            return self._fused(x, scale)
+            return self.fused(x, scale)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for some, run in ((finite, self._fused), (~finite, self._as_reference)):
+        for some, run in ((finite, self.fused), (~finite, self._as_reference)):
             out[some] = run(x[some], None if scale is None else scale[some])
         return out
 
-    def many(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Matrix products around a fused mask."""
+    def by_pytorch(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """PyTorch's matrix products around a fused mask."""
         act, decides, isa = activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa()
         if self.input_threshold is None:
             pre = _rows(x, self.w_gate, self.scale_gate, self.b_gate)
@@ -238,7 +251,7 @@ class _Call:
             seen = torch.where(input_kept(x, self.input_threshold), x, 0)
             pre = _rows(seen, self.w_gate, self.scale_gate, self.b_gate, by_input=True)
         up = _rows(x, self.w_up, self.scale_up, self.b_up)
-        h = _hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa)
+        h = _hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa, self.w_down_t)
         bias = gemm_bias(self.b_down, self.skipped_out, x.dtype)
         out = _down(h, self.w_down_t, self.scale_down, bias)
         bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
@@ -250,10 +263,11 @@ class _Call:
                 out[i : i + 1] = self.few(x[i : i + 1], None if scale is None else scale[i : i + 1])
         return out
 
-    def _fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
+    def fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
         pre = None
         if self.input_threshold is not None:
-            pre = _sparse_gate(x, self.w_gate, self.input_threshold, self.scale_gate)
+            limit, gate = self.input_threshold, self.scale_gate
+            pre = torch.cat([_sparse_gate(part, self.w_gate, limit, gate) for part in x.split(CHUNK)])
         return _fused(
             x, self.w_gate, self.w_up, self.w_down_t, self.threshold, scale, self.mean, self.skipped_out, self.b_gate,
             self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.params,

@@ -1,6 +1,9 @@
-"""Launches the compiled ungated MLP: the fused kernel for few tokens, GEMMs around a fused mask for many."""
+"""Launches the compiled ungated MLP by the same three routes as the gated one."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +13,9 @@ from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
 from sparsemlp.ops import _gated_mlp_native as gated
 from sparsemlp.reference.gated_mlp import gemm_bias
+from sparsemlp.router.decide import fused_tokens
 
-__all__ = ["direct", "forward"]
+__all__ = ["ROUTES", "direct", "forward"]
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define(
@@ -57,7 +61,7 @@ def direct(
     for t in tensors:
         if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
             return None
-    if x.dim() == 0 or x.numel() > gated.CHUNK * x.shape[-1]:
+    if x.dim() == 0 or x.numel() > fused_tokens(x.dtype, scale_out is not None) * x.shape[-1]:
         return None
     try:
         return _fused(*tensors, name, _native.isa())
@@ -67,7 +71,13 @@ def direct(
         return None
 
 
-def forward(
+def forward(*args: Any) -> Tensor:
+    """The operator's arguments in order; up to `CHUNK` tokens by skipping rows, more by dense products."""
+    return run("sparse" if args[0].shape[0] <= gated.CHUNK else "dense", *args)
+
+
+def run(
+    route: str,
     x: Tensor,
     w_in: Tensor,
     w_out_t: Tensor,
@@ -85,7 +95,7 @@ def forward(
     activation_params: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """The operator's arguments in order; x is (T, D)."""
+    """One of `ROUTES` with the operator's arguments in order; x is (T, D)."""
     act, isa = activations.IDS[activation], _native.isa()
     limit, params, mean, token_scale, skipped_out, scale_in, scale_out = (
         float32_run(t)
@@ -101,14 +111,14 @@ def forward(
             tokens, w_in, w_out_t, limit, scale, mean, skipped_out, b_in, b_out, scale_in, scale_out, params, act, isa
         )  # fmt: skip
 
-    if x.shape[0] <= gated.CHUNK:
-        return fused(x, token_scale)
-    if x.shape[0] <= (gated.MAX_FUSED_TOKENS if scale_out is None else gated.MAX_FUSED_TOKENS_INT8)[x.dtype]:
+    if route != "pytorch":
+        if x.shape[0] <= gated.CHUNK or route == "dense":
+            return fused(x, token_scale)
         count = -(-x.shape[0] // gated.CHUNK)
         scales = (None,) * count if token_scale is None else token_scale.split(gated.CHUNK)
         return torch.cat([fused(part, s) for part, s in zip(x.split(gated.CHUNK), scales, strict=True)])
     pre = gated._rows(x, w_in, scale_in, b_in)
-    h = gated._hidden(pre, None, limit, token_scale, mean, params, act, 0, isa)
+    h = gated._hidden(pre, None, limit, token_scale, mean, params, act, 0, isa, w_out_t)
     out = gated._down(h, w_out_t, scale_out, gemm_bias(b_out, skipped_out, x.dtype))
     bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
     # 0·inf of a neuron that is not active, or a true inf or NaN: the fused kernel tells them apart. With finite weights
@@ -119,3 +129,7 @@ def forward(
         for i in bad.nonzero().flatten().tolist():
             out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
     return out
+
+
+ROUTES = {name: functools.partial(run, name) for name in ("sparse", "dense", "pytorch")}
+"""As of the gated MLP's launcher."""

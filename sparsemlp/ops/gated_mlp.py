@@ -19,6 +19,7 @@ from sparsemlp.ops._checks import describe as _what
 from sparsemlp.ops._checks import dtype_text as _dtype
 from sparsemlp.ops._checks import shape_text as _shape
 from sparsemlp.reference import gated_mlp as reference
+from sparsemlp.router.decide import Router
 
 __all__ = ["OP", "gated_mlp"]
 
@@ -30,6 +31,16 @@ def _fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _stored_by_row(w_gate: Tensor | None, input_threshold: Tensor | None) -> str | None:
+    """The gate's columns, which input sparsity reads one by one, do not lie in consecutive memory."""
+    if input_threshold is None or w_gate is None or native.input_major(w_gate):
+        return None
+    return (
+        "needs w_gate stored input by input with input_threshold (strides (1, F), as w_gate.t().contiguous().t()), "
+        f"it has strides {tuple(w_gate.stride())}"
+    )
+
+
 def _native_call(
     x: Tensor,
     w_gate: Tensor | None = None,
@@ -39,12 +50,7 @@ def _native_call(
     input_threshold: Tensor | None = None,
     *args: object,
 ) -> str | None:
-    if input_threshold is not None and w_gate is not None and not native.input_major(w_gate):
-        return (
-            "needs w_gate stored input by input with input_threshold (strides (1, F), as w_gate.t().contiguous().t()), "
-            f"it has strides {tuple(w_gate.stride())}"
-        )
-    return _reasons.dtype_not_in(x, _NATIVE_DTYPES)
+    return _stored_by_row(w_gate, input_threshold) or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
 
 
 def _triton_call(
@@ -56,12 +62,11 @@ def _triton_call(
     input_threshold: Tensor | None = None,
     *args: object,
 ) -> str | None:
-    if input_threshold is not None:
-        return "computes no input_threshold yet"
     return (
         _triton.cpu_only_interpreted(x)
         or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
         or (None if w_gate is None else _reasons.dtype_not_in(w_gate, _NATIVE_DTYPES, "w_gate"))
+        or _stored_by_row(w_gate, input_threshold)
     )
 
 
@@ -91,6 +96,7 @@ OP = Op(
         ),
     ),
     castable=(0, 1, 2, 3, 9, 10, 11),
+    route=Router(native.ROUTES, weight=3, gated=True),
     derivative_hint="call sparsemlp.gated_mlp with backend='auto' or 'reference' to differentiate",
 )
 

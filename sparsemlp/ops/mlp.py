@@ -21,6 +21,7 @@ from sparsemlp.ops._checks import (
     shape_text,
 )
 from sparsemlp.reference import mlp as reference
+from sparsemlp.router.decide import Router
 
 __all__ = ["OP", "mlp"]
 
@@ -68,6 +69,7 @@ OP = Op(
         ),
     ),
     castable=(0, 1, 2, 8, 9),
+    route=Router(native.ROUTES, weight=2, gated=False),
     derivative_hint="call sparsemlp.mlp with backend='auto' or 'reference' to differentiate",
 )
 
