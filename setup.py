@@ -86,7 +86,10 @@ ext_modules, cmdclass = extension()
 setup(
     packages=[*find_packages(include=["sparsemlp", "sparsemlp.*"]), "sparsemlp.kernels"],
     package_dir={"sparsemlp": "sparsemlp", "sparsemlp.kernels": "kernels"},
-    package_data={"sparsemlp": ["py.typed", "_native_reason.txt"], "sparsemlp.kernels": ["configs/*/*.json"]},
+    package_data={
+        "sparsemlp": ["py.typed", "_native_reason.txt", "router/profiles/*.json"],
+        "sparsemlp.kernels": ["configs/*/*.json"],
+    },
     ext_modules=ext_modules,
     cmdclass=cmdclass,
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if ext_modules else {},

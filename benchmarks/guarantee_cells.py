@@ -57,7 +57,8 @@ class Outcome:
     """A cell: times in ms (medians), and the dense alternative's time over auto's with its 95 % interval.
 
     `sparsity` is in percent. `compared` are the dense alternatives timed in the cell; the others' times are the
-    trial's. `route` and `profile` are what `sparsemlp.explain` says of auto. What ends in `_2` is of the second run that a cell has which fell below in its first.
+    trial's. `route` and `profile` are what `sparsemlp.explain` says of auto. What ends in `_2` is of the second run,
+    which a cell has that fell below in its first.
     """
 
     op: str

@@ -18,18 +18,7 @@ __all__ = ["draw", "read", "summary", "write"]
 
 _BUSY = 0.05
 _MARKS = {"pass": " ", "pass, second run": "+", "again": "?", "fail": "!"}
-_TEXT = (
-    "op",
-    "shape",
-    "dtype",
-    "verdict",
-    "best_dense",
-    "best_dense_2",
-    "compile_setting",
-    "compared",
-    "time",
-)
-_WHOLE = ("D", "F", "tokens", "layers", "rounds")
+_KINDS = {f.name: str(f.type) for f in fields(Outcome)}
 
 
 def _cell(value: object) -> object:
@@ -67,11 +56,12 @@ def read(path: Path, facts: dict[str, str | int]) -> list[Outcome]:
 
 
 def _value(name: str, text: str) -> Any:
-    if name in _TEXT:
+    kind = _KINDS[name]
+    if kind == "str":
         return text
     if not text:
         return None
-    return int(text) if name in _WHOLE else float(text)
+    return int(text) if kind == "int" else float(text)
 
 
 def _tables(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], dict[tuple[int, float], Outcome]]:

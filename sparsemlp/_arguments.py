@@ -22,12 +22,13 @@ def parser(run: Mapping[str, Command]) -> argparse.ArgumentParser:
         "  sparsemlp demo --out results                 a real model, calibrated and measured (minutes)\n"
         "  sparsemlp calibrate MODEL --text a.txt b.txt --target 0.5 -o plan50\n"
         "  sparsemlp bench MODEL --plan plan50 --text held_out.txt\n"
-        "  sparsemlp info                               which kernels run here, and why others do not\n\n"
+        "  sparsemlp info                               which kernels run here, and why others do not\n"
+        "  sparsemlp tune                               measure this machine, once, for backend='auto' (20 s)\n\n"
         "exit codes: 0 fine, 2 bad usage or input (one sentence on stderr), 130 interrupted",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_calibrate, _add_bench, _add_info, _add_demo):
+    for add in (_add_calibrate, _add_bench, _add_info, _add_tune, _add_demo):
         add(commands, run)
     return top
 
@@ -162,6 +163,38 @@ def _add_info(commands: Any, run: Mapping[str, Command]) -> None:
     )
 
 
+def _add_tune(commands: Any, run: Mapping[str, Command]) -> None:
+    parser = _command(
+        commands,
+        "tune",
+        run,
+        "measure this machine, so that backend='auto' takes the fastest route",
+        "Times this package's kernels and PyTorch's matrix products for two sizes of MLP, several numbers of tokens\n"
+        "and dtypes, and writes the times to SPARSEMLP_CACHE_DIR/router (default ~/.cache/sparsemlp/router). From\n"
+        "then on every process of this user on this machine, with this number of threads, decides by them. Without,\n"
+        "times that come with the package are used.",
+        "examples:\n"
+        "  sparsemlp tune\n"
+        "  sparsemlp tune --threads 8\n"
+        "  sparsemlp tune --shape 4096x14336 --shape 1024x3072     the sizes you run, exactly\n\n"
+        "Measure on an idle machine. `sparsemlp.explain` says what is chosen for a call, and why.",
+    )
+    parser.add_argument(
+        "--seconds", type=_positive, default=16, metavar="S", help="of measuring, about (default 16)"
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        metavar="DxF",
+        help="model width and neurons to measure, instead of the two built-in ones; may be repeated",
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="default: PyTorch's")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="write there; the router does not read it"
+    )
+
+
 def _add_demo(commands: Any, run: Mapping[str, Command]) -> None:
     parser = _command(
         commands,
@@ -218,3 +251,10 @@ def _fraction(text: str) -> float:
             f"is {text}, expected a number from 0 up to (not including) 1, e.g. 0.5"
         )
     return value
+
+
+def _shape(text: str) -> tuple[int, int]:
+    d, _, f = text.lower().partition("x")
+    if not (d.isdecimal() and f.isdecimal() and 0 < int(d) < 2**20 and 0 < int(f) < 2**20):
+        raise argparse.ArgumentTypeError(f"is {text}, expected model width x neurons, e.g. 4096x14336")
+    return int(d), int(f)

@@ -1,4 +1,4 @@
-"""The command line: `sparsemlp calibrate | bench | info | demo`. Results go to stdout, everything else to stderr."""
+"""The command line: `sparsemlp calibrate | bench | info | tune | demo`. Results go to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -176,6 +176,33 @@ def _info(args: argparse.Namespace) -> int:
     return info.main() or OK
 
 
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from sparsemlp.router import decide, host, profile, tune
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    load = tune.busy()
+    if load is not None and load > 0.5:
+        _say(f"other programs keep {load:.1f} CPUs busy: times on an idle machine would be better")
+    shapes = args.shape or tune.SHAPES
+    try:
+        measured = tune.tune(args.seconds, shapes, _say)
+    except RuntimeError as error:
+        raise InputError(_line(error)) from None
+    file = args.output or profile.path(host.this())
+    try:
+        profile.save(measured, file)
+    except OSError as error:
+        hint = "name another --output" if args.output else "set SPARSEMLP_CACHE_DIR to a folder you can write"
+        raise InputError(f"{file} cannot be written: {error.strerror}; {hint}") from None
+    decide.forget()
+    print(tune.summary(measured))
+    print(f"written: {file}")
+    return OK
+
+
 def _demo(args: argparse.Namespace) -> int:
     from sparsemlp.demo import data, run
 
@@ -287,7 +314,7 @@ def _continuation(model: PreTrainedModel, prompt: Tensor, tokens: int) -> Tensor
         return generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 
-COMMANDS = {"calibrate": _calibrate, "bench": _bench, "info": _info, "demo": _demo}
+COMMANDS = {"calibrate": _calibrate, "bench": _bench, "info": _info, "tune": _tune, "demo": _demo}
 
 if __name__ == "__main__":
     sys.exit(main())

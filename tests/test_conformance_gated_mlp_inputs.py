@@ -23,6 +23,9 @@ BACKENDS = [
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 KERNELS = pytest.mark.parametrize("backend", [p for p in backends(OP) if p.values[0] in ("native", "triton")])
 NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
+KERNELS = pytest.mark.parametrize(
+    "backend", [p for p in BACKENDS if p.values[0] not in ("auto", "reference")]
+)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 FEW_AND_MANY = pytest.mark.parametrize("tokens", [1, 4, 40, 130])
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sparsemlp
-from sparsemlp import _env, _native, _triton
-from sparsemlp.ops.sparse_linear import OP, sparse_linear
+from sparsemlp import _env, _native, _triton, sparse_linear
+from sparsemlp.ops.sparse_linear import OP
 from sparsemlp.testing import assert_within_budget
 from tests.backends import backends
 from tests.samples import DTYPES

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import sparsemlp
-from sparsemlp.ops.sparse_linear import OP, sparse_linear
+from sparsemlp import sparse_linear
+from sparsemlp.ops.sparse_linear import OP
 from tests.backends import backends
 
 K, N, T = 6, 4, 3
@@ -224,7 +225,8 @@ def test_a_backend_without_derivative_says_so() -> None:
         dict(bias=torch.randn(N, requires_grad=True)),
         dict(weight_t=INT8, scale=torch.ones(K, requires_grad=True)),
     ):
-        raises(message, backend="native", **changes)
+        for threshold in (0.5, torch.tensor(0.5)):  # with a tensor the direct call is tried first
+            raises(message, backend="native", threshold=threshold, **changes)
         # without a compiled library that is the error here
         with torch.no_grad(), contextlib.suppress(sparsemlp.BackendUnavailableError):
             call(backend="native", **changes)

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import sparsemlp
-from sparsemlp.ops.sparse_linear import OP, sparse_linear
+from sparsemlp import sparse_linear
+from sparsemlp.ops.sparse_linear import OP
 from sparsemlp.reference import sparse_linear as reference
 from tests.backends import backends
 from tests.sparse_linear_cases import CASES, Case, Sample, Truth, build

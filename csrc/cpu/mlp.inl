@@ -101,10 +101,26 @@ template <class S, class W> struct Slot {
         }
     }
 
+    template <class Row, class Next> void dots_one(int64_t n, Row row, Next next, float* out) {
+        if constexpr (!kInt8) {
+            constexpr int64_t R = V::kRowTileOne;
+            const W* rows[kBlock];
+            const char* soon[kBlock];
+            for (int64_t i = 0; i < n; ++i) {
+                rows[i] = row(i);
+                soon[i] = reinterpret_cast<const char*>(next(i));
+            }
+            dot_one<W, R>(rows, n / R * R, tokens[0], D, out, soon);
+            dot_one<W, 1>(rows + n / R * R, n % R, tokens[0], D, out + n / R * R, soon + n / R * R);
+        }
+    }
+
     // More rows at a time for one token: memory then has more streams to serve at once (measured on two Zen 4 cores:
     // 80 % of the read bandwidth with 8 rows, 68 % with 4, where a core gets 27 GB/s). Accumulators limit it for more.
     template <class Row, class Next> void dots_any(int64_t n, Row row, Next next, float* out) {
-        if (T == 1)
+        if (T == 1 && !kInt8)
+            dots_one(n, row, next, out);
+        else if (T == 1)
             dots<V::kRowTileOne>(n, row, next, out);
         else if (T >= V::kLanesFrom)
             lane_dots<S, W>(call, n, row, next, out);

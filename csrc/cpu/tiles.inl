@@ -73,6 +73,37 @@ SPARSEMLP_TILE void dot_tile(const S* const* rows, const S* const* tokens, int64
     store_sums<R, C>(acc, out, out_stride);
 }
 
+// out[i] = row i · one token, for `count` rows, a whole number of R. No function call, no choice between two tiles: at
+// 30 GB/s a core every one of them is seen (the gate's rows 2.45 ms with, 2.1 without; D 4096, F 14336, bf16).
+template <class S, int R>
+SPARSEMLP_TILE void dot_one(const S* const* rows, int64_t count, const S* x, int64_t n, float* out,
+                            const char* const* ahead) {
+    constexpr int64_t kStep = Dot<S>::STEP, kLine = 64 / sizeof(S), kBlock = kLine > kStep ? kLine : kStep;
+    for (int64_t i = 0; i < count; i += R) {
+        const S* row[R];
+        const char* soon[R];
+        for (int r = 0; r < R; ++r) {
+            row[r] = rows[i + r];
+            soon[r] = ahead[i + r];
+        }
+        typename V::F acc[R][1];
+        for (int r = 0; r < R; ++r)
+            acc[r][0] = V::zero();
+        int64_t k = 0;
+        for (; k + kBlock <= n; k += kBlock) {
+            for (int r = 0; r < R; ++r)
+                V::prefetch(soon[r] + k * sizeof(S));
+            for (int64_t s = 0; s < kBlock; s += kStep)
+                dot_step<S, R, 1>(acc, row, &x, k + s, 0);
+        }
+        for (; k + kStep <= n; k += kStep)
+            dot_step<S, R, 1>(acc, row, &x, k, 0);
+        if (k < n)
+            dot_step<S, R, 1>(acc, row, &x, k, n - k);
+        store_sums<R, 1>(acc, out + i, 1);
+    }
+}
+
 // R rows against any number of tokens, in tiles of at most V::kTokTile.
 template <class S, int R>
 inline void dot_rows(const S* const* rows, const S* const* tokens, int64_t count, int64_t n, float* out,

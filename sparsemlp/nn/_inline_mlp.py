@@ -173,7 +173,7 @@ class InlineFirst(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         mlp: Any = self._modules["mlp"]
         if mlp.fuses(self):
-            return mlp(x)
+            return mlp(x) if _weights.is_watched(mlp) else mlp._forward_fused(x)
         if not (mlp._warned or mlp._dense_only or mlp._drops()):
             warn_dense(mlp)
         return super().forward(x)

@@ -195,6 +195,9 @@ class SparseMLP(Thresholded):
             if not (self._warned or self._dense_only or self._drops()):
                 warn_dense(self)
             return self._forward_dense(x)
+        return self._forward_fused(x, token_scale)
+
+    def _forward_fused(self, x: Tensor, token_scale: Tensor | None = None) -> Tensor:
         first, last, _ = self._layers()
         by_input = self._by_input
         w_in, b_in, s_in = _weights.tensors(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ def _fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _stored_by_row(w_gate: Tensor | None, input_threshold: Tensor | None) -> str | None:
-    """The gate's columns, which input sparsity reads one by one, do not lie in consecutive memory."""
-    if input_threshold is None or w_gate is None or native.input_major(w_gate):
+def _stored_by_row(w_gate: Tensor, input_threshold: Tensor | None) -> str | None:
+    """The kernels leave out columns of the gate only where a column is consecutive."""
+    if input_threshold is None or native.input_major(w_gate):
         return None
     return (
         "needs w_gate stored input by input with input_threshold (strides (1, F), as w_gate.t().contiguous().t()), "
@@ -41,33 +42,16 @@ def _stored_by_row(w_gate: Tensor | None, input_threshold: Tensor | None) -> str
     )
 
 
-def _native_call(
-    x: Tensor,
-    w_gate: Tensor | None = None,
-    w_up: Tensor | None = None,
-    w_down_t: Tensor | None = None,
-    threshold: Tensor | None = None,
-    input_threshold: Tensor | None = None,
-    *args: object,
-) -> str | None:
-    return _stored_by_row(w_gate, input_threshold) or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
+def _native_call(x: Tensor, *args: Any) -> str | None:
+    reason = _reasons.dtype_not_in(x, _NATIVE_DTYPES)
+    return reason or (_stored_by_row(args[0], args[4]) if args else None)
 
 
-def _triton_call(
-    x: Tensor,
-    w_gate: Tensor | None = None,
-    w_up: Tensor | None = None,
-    w_down_t: Tensor | None = None,
-    threshold: Tensor | None = None,
-    input_threshold: Tensor | None = None,
-    *args: object,
-) -> str | None:
-    return (
-        _triton.cpu_only_interpreted(x)
-        or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
-        or (None if w_gate is None else _reasons.dtype_not_in(w_gate, _NATIVE_DTYPES, "w_gate"))
-        or _stored_by_row(w_gate, input_threshold)
-    )
+def _triton_call(x: Tensor, *args: Any) -> str | None:
+    reason = _triton.cpu_only_interpreted(x) or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
+    if reason is not None or not args:
+        return reason
+    return _reasons.dtype_not_in(args[0], _NATIVE_DTYPES, "w_gate") or _stored_by_row(args[0], args[4])
 
 
 OP = Op(

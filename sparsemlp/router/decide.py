@@ -37,7 +37,7 @@ _few: dict[tuple[Any, ...], int] = {}
 _frozen: dict[tuple[Any, ...], str] = {}
 
 
-class set_router:  # noqa: N801 (used as a function, like torch.set_grad_enabled)
+class set_router:
     """Switches how `backend="auto"` chooses on a CPU, for the whole process; as a context manager, for a while.
 
     Equivalent to::
@@ -163,9 +163,7 @@ class Router:
             return Decision("sparse" if problem.tokens <= CHUNK else "dense", problem, None, density, False)
         choice = _choices.get(key) or self._choose(key)
         earlier = _frozen.get(_frozen_key(weight, key)) if _mode == "frozen" else None
-        return Decision(
-            earlier or choice.route(density), problem, choice, density, earlier is not None
-        )
+        return Decision(earlier or choice.route(density), problem, choice, density, earlier is not None)
 
     def _key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, w = args[0], args[self._weight]

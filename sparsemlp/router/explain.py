@@ -138,7 +138,9 @@ class _Recorder(TorchDispatchMode):
         self._differentiable = differentiable
         self.found: list[Explanation] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         op = self._operators.get(func)
         if op is None:
             return func(*args, **(kwargs or {}))
@@ -161,7 +163,9 @@ def _explained(op: Op, args: tuple[Any, ...], backend: str, *, differentiable: b
     reasons = {b.name: b.why_not(args) for b in op.backends}
     chosen = op.select(args, backend)  # raises where an explicit backend cannot
     name = next((b.name for b in op.backends if b is chosen), "reference")
-    routed = getattr(op, "route", None) is not None and backend in ("auto", "native") and reasons["native"] is None
+    routed = (
+        getattr(op, "route", None) is not None and backend in ("auto", "native") and reasons["native"] is None
+    )
     if differentiable or not routed or 0 in (*args[0].shape, args[1].shape[0]):
         return _unrouted(op, args, backend, "differentiable" if differentiable else name, reasons)
     return _routed(op, args, backend, reasons)
@@ -180,13 +184,18 @@ def _unrouted(
     else:
         why = f"the first backend without a reason against a call on {device}"
     unasked = f"auto passes it over on {device}, where it is slow"
+    free = "has no derivative" if route == "differentiable" else "not asked for"
     others = {
-        b.name: reasons[b.name] or (unasked if device in b.unasked else "not asked for")
+        b.name: reasons[b.name] or (unasked if device in b.unasked else free)
         for b in op.backends
         if b.name != route
     }
     x = args[0]
-    sizes = {"T": math.prod(x.shape[:-1]), "D": x.shape[-1]} if op.name != "activation" else {"entries": x.numel()}
+    sizes = (
+        {"T": math.prod(x.shape[:-1]), "D": x.shape[-1]}
+        if op.name != "activation"
+        else {"entries": x.numel()}
+    )
     return Explanation(op.name, backend, route, why, sizes, _kind(x.dtype), others=others)
 
 
@@ -194,9 +203,7 @@ def _kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _routed(
-    op: Op, args: tuple[Any, ...], backend: str, reasons: Mapping[str, str | None]
-) -> Explanation:
+def _routed(op: Op, args: tuple[Any, ...], backend: str, reasons: Mapping[str, str | None]) -> Explanation:
     router: decide.Router = op.route  # type: ignore[assignment]
     made = router.decision(args)
     problem, choice = made.problem, made.choice

@@ -53,7 +53,7 @@ def this(isa: int | None = None, threads: int | None = None) -> Host:
     """This machine as it is set up now; needs the compiled library."""
     number = _native.isa() if isa is None else isa
     count = torch.get_num_threads() if threads is None else threads
-    return Host(cpu(), _env.ISA_NAMES[number], count, torch.__version__)
+    return Host(cpu(), _env.ISA_NAMES[number], count, str(torch.__version__))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ so that share is 1 − (1 − density)^T; tokens that agree read less than that.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,18 @@ import torch
 
 from sparsemlp.router.profile import Profile, Times
 
-__all__ = ["CHUNK", "MARGIN", "ROUTES", "Choice", "Problem", "choose", "few_tokens", "kind_of", "seconds", "union"]
+__all__ = [
+    "CHUNK",
+    "MARGIN",
+    "ROUTES",
+    "Choice",
+    "Problem",
+    "choose",
+    "few_tokens",
+    "kind_of",
+    "seconds",
+    "union",
+]
 
 ROUTES = ("sparse", "dense", "pytorch")
 
@@ -175,7 +187,7 @@ def _measured(times: Times, problem: Problem, route: str, density: float) -> flo
 
 
 def _skipping(times: Times, form: str, tokens: int, density: float) -> float:
-    """One call of the kernel that skips rows: the part that reads everything, and the part that reads what is wanted."""
+    """One call of the kernel that skips rows: what is read whole, and what is read where it is wanted."""
     share = union(density, tokens)
     none, half, full = (_between({t: v[i] for t, v in times.sparse.items()}, tokens) for i in range(3))
     half, full = max(none, half), max(none, half, full)  # noise may say otherwise
@@ -190,7 +202,7 @@ def _between(column: Mapping[int, float], tokens: int) -> float:
     points = list(column.items())
     if tokens <= points[0][0]:
         return points[0][1]
-    for (t0, v0), (t1, v1) in zip(points, points[1:], strict=False):
+    for (t0, v0), (t1, v1) in itertools.pairwise(points):
         if tokens <= t1:
             return v0 + (v1 - v0) * (tokens - t0) / (t1 - t0)
     t, v = points[-1]

@@ -141,7 +141,7 @@ _HOST: dict[str, type] = {"cpu": str, "isa": str, "threads": int, "torch": str}
 
 
 def _of_type(value: Any, kind: type) -> Any:
-    if type(value) is not kind or (kind is int and not 0 < value < _LARGEST):
+    if type(value) is not kind or (type(value) is int and not 0 < value < _LARGEST):
         raise ValueError(f"{value!r} is no {kind.__name__} in range")
     return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from sparsemlp import _native
 from sparsemlp.router import host
-from sparsemlp.router.model import CHUNK, kind_of
+from sparsemlp.router.model import CHUNK, Problem, choose, few_tokens, kind_of
 from sparsemlp.router.profile import Profile, Times
 
-__all__ = ["KINDS", "SECONDS", "SHAPES", "busy", "tune"]
+__all__ = ["KINDS", "SECONDS", "SHAPES", "busy", "summary", "tune"]
 
 SECONDS = 16.0
 """Of measuring, about."""
@@ -45,8 +46,8 @@ _MANY = (33, 64, 256)
 _SHARES = (0.0, 0.5, 1.0)  # of neurons that some token wants
 _LEAST_ROUNDS = 2
 _MOST_WEIGHTS = 2**29
-_WARM_BYTES = 2**26
 
+_clock = time.perf_counter
 Say = Callable[[str], None]
 
 
@@ -117,10 +118,24 @@ def tune(
     return Profile(host.this(), date, bandwidth, tuple(times), "measured just now")
 
 
+def summary(profile: Profile) -> str:
+    """What follows from the times: for each kind and size, which route is fastest."""
+    lines = [
+        f"{profile.host}; reads {profile.read_gb_per_s:.3g} GB/s",
+        f"{'':<16} {'D':>5} {'F':>6}  skips rows always  below this density at 64, 512 tokens  else",
+    ]
+    for t in profile.times:
+        one = Profile(profile.host, profile.date, profile.read_gb_per_s, (t,))
+        many = [choose(one, Problem(tokens, t.d, t.f, t.kind, "gated")) for tokens in (64, 512)]
+        densities = ", ".join("always" if c.break_even > 1 else f"{c.break_even:.1%}" for c in many)
+        fastest = " and ".join(dict.fromkeys(c.otherwise for c in many))
+        few = few_tokens(one, t.kind)
+        lines.append(f"{t.kind:<16} {t.d:>5} {t.f:>6}  up to {few:>2} tokens     {densities:<35}  {fastest}")
+    return "\n".join(lines)
+
+
 def busy() -> float | None:
     """How many CPUs other programs keep busy (the load average, before measuring); None where it is not known."""
-    import os
-
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -130,7 +145,9 @@ def busy() -> float | None:
 def _read_bandwidth() -> float:
     """GB/s that all threads read together, from memory."""
     size = max(2**28, min(2**30, 4 * host.last_level_cache()))
-    words = torch.empty(size // 8, dtype=torch.int64).fill_(1)  # written: untouched pages are one page of zeros
+    words = torch.empty(size // 8, dtype=torch.int64).fill_(
+        1
+    )  # written: untouched pages are one page of zeros
     best = math.inf
     for _ in range(5):
         start = time.perf_counter()
@@ -190,9 +207,9 @@ def _threshold(magnitudes: Tensor, share: float, tokens: int) -> Tensor:
 def _time(cell: _Cell, layers: _Layers) -> None:
     gate, up, down = layers.next()
     route, args = _call(cell, gate, up, down, layers.scales)
-    start = time.perf_counter()
+    start = _clock()
     route(*args)
-    cell.samples.append(time.perf_counter() - start)
+    cell.samples.append(_clock() - start)
 
 
 def _call(
