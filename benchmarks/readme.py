@@ -38,7 +38,7 @@ def _percent(value: float | None) -> str:
 
 def _table(result: report.Result) -> list[str]:
     f = result.facts
-    what = "" if f["op"] == "gated_mlp" else f"`{f['op']}`, "
+    what = "" if f.get("op", "gated_mlp") == "gated_mlp" else f"`{f['op']}`, "
     lines = [
         f"{what}{f['shape']} (D {f['D']}, F {f['F']}), {f['dtype']}, T = {f['tokens']}, {f['activation']}:",
         "",

@@ -46,9 +46,7 @@ def flat(
                     pairs({**dict.fromkeys(FEW, pytorch_few), **{t: pytorch * t for t in MANY}}, scale),
                 )
             )
-    machine = (
-        host.Host("a CPU", "portable", 1, str(torch.__version__)) if _native.problem() else host.this()
-    )
+    machine = host.Host("a CPU", "portable", 1, str(torch.__version__)) if _native.problem() else host.this()
     return Profile(machine, "2026-01-01", 40.0, tuple(times), "made up")
 
 

@@ -69,19 +69,28 @@ def value_of(number: str, dtype: torch.dtype) -> float:
     return -size if number.startswith("-") else size
 
 
+def _allowed(change: Special, integers: bool) -> str | None:
+    """The number to be planted, None for none. With int8 weights it matters for inf · 0 and near the range's end
+    whether the weight, x or their sum is scaled."""
+    if change.tensor.endswith(("threshold", "token_scale")):
+        return LIMITS[NUMBERS.index(change.number) % len(LIMITS)]
+    if change.tensor.startswith("scale"):
+        return change.number.removeprefix("-") if change.number.endswith(("0", "subnormal")) else None
+    return None if integers and change.tensor == "x" and change.number.endswith("max") else change.number
+
+
 def plant(sample: Any, changes: list[Special]) -> tuple[Any, set[int]]:
     """The sample with the changes made in memory of its own, and which tokens have one in their x or scale."""
     sample, touched = copy.deepcopy(sample), set()
+    integers = any(name.startswith("scale") for name in sample.options)
     for change in changes:
         t = getattr(sample, change.tensor, None)
         t = sample.options.get(change.tensor) if t is None else t
         if t is None or t.numel() == 0 or not t.is_floating_point():
             continue
-        number = change.number.removeprefix("-") if change.tensor.startswith("scale") else change.number
-        if number in ("nan", "inf") and change.tensor.startswith("scale"):
-            continue  # inf · 0: whether the weight or the sum is scaled would matter
-        if change.tensor.endswith(("threshold", "token_scale")):
-            number = LIMITS[NUMBERS.index(number) % len(LIMITS)]
+        number = _allowed(change, integers)
+        if number is None:
+            continue
         at = int(change.where * t.numel())
         t[tuple(int(i) for i in torch.unravel_index(torch.tensor(at), t.shape))] = value_of(number, t.dtype)
         if change.tensor == "x":

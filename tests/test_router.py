@@ -141,7 +141,11 @@ def test_few_tokens_is_up_to_where_pytorch_is_never_faster() -> None:
     for times in slow_if_ungated.times:
         times.pytorch[1] = (1000.0, 1.0)  # type: ignore[index]
     assert few_tokens(slow_if_ungated, "float32") == 0
-    assert all(few_tokens(forced(r), k) == (0 if r == "pytorch" else CHUNK) for r in ("sparse", "pytorch") for k in KINDS)
+    assert all(
+        few_tokens(forced(r), k) == (0 if r == "pytorch" else CHUNK)
+        for r in ("sparse", "pytorch")
+        for k in KINDS
+    )
 
 
 def test_only_auto_asks_and_only_where_native_would_compute() -> None:
@@ -246,7 +250,9 @@ def test_a_library_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @NEEDS_LIBRARY
-def test_frozen_keeps_the_first_choice_of_a_layer_and_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_keeps_the_first_choice_of_a_layer_and_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     density = [1.0]
     monkeypatch.setattr(decide, "observed_density", lambda weight: density[0])
     monkeypatch.setattr(decide, "_frozen", {})

@@ -19,7 +19,8 @@ from tests.router_profiles import forced, using
 from tests.samples import DTYPES
 
 pytestmark = pytest.mark.skipif(
-    _native.problem() is not None, reason=f"there are no routes without the compiled library: {_native.problem()}"
+    _native.problem() is not None,
+    reason=f"there are no routes without the compiled library: {_native.problem()}",
 )
 ROUTES = ("sparse", "dense", "pytorch")
 EVERY_ROUTE = pytest.mark.parametrize("route", ROUTES)
@@ -36,7 +37,9 @@ def routed(count: int, every: list[Any]) -> Iterator[Any]:
             if route == own or (route == "dense" and case.tokens <= 32):
                 continue
             dtype = DTYPES[(i + j) % 3]
-            marks = [] if (i + j) % count == 0 or case.name.startswith(("mean-", "int8-")) else [pytest.mark.slow]
+            marks = (
+                [] if (i + j) % count == 0 or case.name.startswith(("mean-", "int8-")) else [pytest.mark.slow]
+            )
             name = f"{case}-{str(dtype).removeprefix('torch.')}-{route}"
             yield pytest.param(case, dtype, route, marks=marks, id=name)
 

@@ -192,7 +192,11 @@ class InlineAct(nn.Module):
             self.training = dense.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self._mlp[0].has_run(x, self) else self._dense[0](x)
+        if self._mlp[0].has_run(x, self):
+            return x
+        act = self._dense[0]
+        # Its hooks are this module's, and were called already.
+        return act.forward(x) if isinstance(act, nn.Module) else act(x)
 
 
 class InlineLast(_Linear):

@@ -161,14 +161,25 @@ def _outputs(op: Op, args: tuple[Any, ...]) -> Any:
 
 def _explained(op: Op, args: tuple[Any, ...], backend: str, *, differentiable: bool) -> Explanation:
     reasons = {b.name: b.why_not(args) for b in op.backends}
+    routed = op.route is not None and backend in ("auto", "native") and reasons["native"] is None
+    if routed and not differentiable and 0 not in (*args[0].shape, args[1].shape[0]):
+        return _routed(op, args, backend, reasons)  # without `select`, which would freeze a choice
     chosen = op.select(args, backend)  # raises where an explicit backend cannot
     name = next((b.name for b in op.backends if b is chosen), "reference")
-    routed = (
-        getattr(op, "route", None) is not None and backend in ("auto", "native") and reasons["native"] is None
-    )
-    if differentiable or not routed or 0 in (*args[0].shape, args[1].shape[0]):
-        return _unrouted(op, args, backend, "differentiable" if differentiable else name, reasons)
-    return _routed(op, args, backend, reasons)
+    return _unrouted(op, args, backend, "differentiable" if differentiable else name, reasons)
+
+
+def _other_backends(
+    op: Op, args: tuple[Any, ...], taken: str, reasons: Mapping[str, str | None], free: str = "not asked for"
+) -> dict[str, str]:
+    """Why not, for each backend; `free`: of one without a reason of its own."""
+    device = args[0].device.type
+    unasked = f"auto passes it over on {device}, where it is slow"
+    return {
+        b.name: reasons[b.name] or (unasked if device in b.unasked else free)
+        for b in op.backends
+        if b.name != taken
+    }
 
 
 def _unrouted(
@@ -183,13 +194,8 @@ def _unrouted(
         why = "no backend computes this call"
     else:
         why = f"the first backend without a reason against a call on {device}"
-    unasked = f"auto passes it over on {device}, where it is slow"
     free = "has no derivative" if route == "differentiable" else "not asked for"
-    others = {
-        b.name: reasons[b.name] or (unasked if device in b.unasked else free)
-        for b in op.backends
-        if b.name != route
-    }
+    others = _other_backends(op, args, route, reasons, free)
     x = args[0]
     sizes = (
         {"T": math.prod(x.shape[:-1]), "D": x.shape[-1]}
@@ -219,7 +225,7 @@ def _routed(op: Op, args: tuple[Any, ...], backend: str, reasons: Mapping[str, s
             if not (few and name == "dense"):
                 predicted = seconds(measured, problem, name, density)
                 milliseconds[name] = 1e3 * (predicted or math.nan)
-    others = {name: reason for name, reason in reasons.items() if reason is not None}
+    others = _other_backends(op, args, "native", reasons)
     if few:
         others["dense"] = "for at most 32 tokens the kernel that skips rows is the dense one too"
     for name, ms in milliseconds.items():

@@ -132,6 +132,8 @@ def load(file: Path, source: str) -> Profile:
         machine = document["machine"]
         host = Host(**{name: _of_type(machine[name], kind) for name, kind in _HOST.items()})
         times = tuple(_times(row) for row in document["times_us"])
+        if not times:
+            raise ValueError("it holds no times")
         return Profile(host, str(document["date"]), _number(document["read_gb_per_s"]), times, source)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"it is damaged ({type(error).__name__}: {error})") from None

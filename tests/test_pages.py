@@ -1,0 +1,56 @@
+"""Huge pages are a wish: values and addresses stay, whatever the system says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparsemlp import pages
+
+MB = 1 << 20
+
+
+def test_values_and_addresses_stay() -> None:
+    t = torch.arange(2 * MB, dtype=torch.int32)
+    address = t.data_ptr()
+    got = pages.use_huge_pages(t[5:])
+    assert t.data_ptr() == address
+    assert torch.equal(t, torch.arange(2 * MB, dtype=torch.int32))
+    assert got in (0, *range(2 * MB, 8 * MB + 1, 2 * MB))
+
+
+def test_a_module_asks_once_for_a_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        pages, "_madvise", lambda: lambda address, size, advice: asked.append((address, advice)) or 0
+    )
+    module = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(1024, 2048))
+    module[1].weight = module[0].weight
+    assert pages.use_huge_pages(module) >= 4 * MB
+    assert len(asked) == 2
+    assert [advice for _, advice in asked] == [14, 25]
+
+
+@pytest.mark.parametrize("refused", [14, 25])
+def test_a_refusal_is_no_error(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pages, "_madvise", lambda: lambda address, size, advice: -1 if advice == refused else 0
+    )
+    assert pages.use_huge_pages(torch.zeros(2 * MB)) == 0
+
+
+def test_what_has_no_whole_page_and_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pages.use_huge_pages(torch.zeros(10)) == 0
+    assert pages.use_huge_pages(torch.zeros(2 * MB, device="meta")) == 0
+    assert pages.use_huge_pages(torch.zeros(2 * MB).to_sparse()) == 0
+    assert pages.use_huge_pages(nn.Module()) == 0
+    monkeypatch.setattr(pages.sys, "platform", "darwin")
+    pages._madvise.cache_clear()
+    assert pages.use_huge_pages(torch.zeros(2 * MB)) == 0
+    pages._madvise.cache_clear()
+
+
+def test_the_error() -> None:
+    with pytest.raises(ValueError, match="target is list, expected a tensor"):
+        pages.use_huge_pages([1])  # type: ignore[arg-type]
