@@ -127,10 +127,10 @@ def _listed(select: Launch, wanted: float) -> float:
 def rows_traffic(rows: Launch, listed: float, wanted: float, tokens: int, width: int, size: int) -> Traffic:
     """What the launch moves that adds `wanted` rows of a weight of `width` columns; out is of 16 or 32 bits."""
     chunks, splits = rows.grid
-    out = next(a for a, p in zip(rows.args, rows.kernel.params, strict=False) if p.name == "out")
+    written = tokens * width * rows.arguments["out"].element_size()
     partial = 2 * splits * tokens * width * 4 if splits > 1 else 0
     weights = wanted * width * size
-    return Traffic(weights, weights + tokens * width * out.element_size() + listed, chunks * listed + partial)
+    return Traffic(weights, weights + written + listed, chunks * listed + partial)
 
 
 def traffic(

@@ -100,8 +100,7 @@ def _jobs(cases: Iterable[Case]) -> list[tuple[Case, Launch, str]]:
 
 def streams(launch: Launch) -> tuple[str, ...]:
     """The arguments of a launch that must be read 16 bytes at a time: weights, else activations."""
-    given = [p.name for p in launch.kernel.params if not p.is_constexpr]
-    names = [name for name, value in zip(given, launch.args, strict=True) if value is not None]
+    names = [name for name, value in launch.arguments.items() if value is not None]
     weights = tuple(name for name in names if name in _WEIGHTS)
     return weights or tuple(name for name in names if name in _STREAMS)
 

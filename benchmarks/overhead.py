@@ -99,7 +99,7 @@ def intercept(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Where the least-squares line through the points meets x = 0."""
     x, y = (torch.tensor(values, dtype=torch.float64) for values in (xs, ys))
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
-    return float(y.mean())
+    return float(y.mean() - slope * x.mean())
 
 
 def measure(threads: int, rounds: int = 40, calls: int = _CALLS) -> list[Fixed]:

@@ -67,8 +67,8 @@ def _dense(entry: Entry, work: Workload, say: Say) -> dict[str, Alternative]:
             continue
         found[name] = Alternative(f"{label} ({precision})", sweep)
     if "ggml other" in found:
-        other = found.pop("ggml other")
-        both = {"ggml": found.get("ggml", other), "other": other}
+        second = found.pop("ggml other")
+        both = {"ggml": found.get("ggml", second), "other": second}
         timed = [Timed(name, work.fresh, a.sweep, len(work.layers)) for name, a in both.items()]
         tried = trial(timed)
         found["ggml"] = both[min(tried, key=lambda name: tried[name])]

@@ -154,17 +154,9 @@ def _options(facts: dict[str, str | int | float]) -> str:
     return "".join(parts)
 
 
-def table(result: Result) -> str:
-    """The result for a console."""
-    f = result.facts
-    read = result.rows[0]
-    lines = [
-        f"{f['op']}  {f['shape']}: D {f['D']}, F {f['F']}, {f['activation']}, {f['dtype']}, T = {f['tokens']}"
-        + _options(f),
-        f"{f['cpu']}, {f['threads']} threads, {f['layers']} layers of {float(f['layer_megabytes']):.1f} MB in turn, "
-        f"{f['rounds']} interleaved rounds; backend {f['backend']}, ISA {f['isa']}; {f['status']}",
-        f"read bandwidth {read.gb_per_s:.1f} GB/s by {f['read_with']}",
-    ]
+def _notes(f: dict[str, str | int | float]) -> list[str]:
+    """What a reader must know before he believes the figures."""
+    lines = []
     if f["backend"] == "reference":
         lines.append(f"NOTE: no fast kernel was timed, the reference computed ({f['backend_reason']})")
     if f["shared_machine"] == "yes":
@@ -184,6 +176,21 @@ def table(result: Result) -> str:
         )
     if f["status"] == "unverified":
         lines.append("NOTE: unverified, the conformance tests were not run")
+    return lines
+
+
+def table(result: Result) -> str:
+    """The result for a console."""
+    f = result.facts
+    read = result.rows[0]
+    lines = [
+        f"{f['op']}  {f['shape']}: D {f['D']}, F {f['F']}, {f['activation']}, {f['dtype']}, T = {f['tokens']}"
+        + _options(f),
+        f"{f['cpu']}, {f['threads']} threads, {f['layers']} layers of {float(f['layer_megabytes']):.1f} MB in turn, "
+        f"{f['rounds']} interleaved rounds; backend {f['backend']}, ISA {f['isa']}; {f['status']}",
+        f"read bandwidth {read.gb_per_s:.1f} GB/s by {f['read_with']}",
+    ]
+    lines += _notes(f)
     head = (
         "",
         "density",

@@ -96,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--activation", help="default: the shape's own; " + ", ".join(activations.ACTIVATIONS)
     )
+    _how_to_time(parser)
+    return parser
+
+
+def _how_to_time(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=_positive, help="interleaved rounds (default: 60; with --quick 12)")
     parser.add_argument(
         "--layers",
@@ -124,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
         help="measure what the project must reach (its own dtypes, tokens and sparsities; torch.compile left out) and "
         "print the table",
     )
-    return parser
 
 
 def _folder(args: argparse.Namespace) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,12 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.__name__
+
+    @property
+    def arguments(self) -> dict[str, Tensor | int | None]:
+        """`args` by name."""
+        names = [name for name in inspect.signature(self.kernel.fn).parameters if name not in self.constants]
+        return dict(zip(names, self.args, strict=True))
 
     def __call__(self) -> None:
         if 0 in self.grid:

@@ -36,6 +36,7 @@ from tests import test_conformance_gated_mlp as of_gated_mlp
 from tests import test_conformance_gated_mlp_inputs as of_inputs
 from tests import test_conformance_mlp as of_mlp
 from tests import test_conformance_sparse_linear as of_sparse_linear
+from tests import test_triton_launches as of_launches
 from tests.blocks import TILES
 
 KERNELS = Path(sparsemlp.__file__).resolve().parents[1] / "kernels"
@@ -201,7 +202,7 @@ _GATED = (
     ),
 )
 
-ROUNDED = call("test_an_input_threshold_one_percent_off_fails", HALF, 8, of=of_inputs)
+ROUNDED = call("test_the_gate_by_input_sparsity_is_not_rounded", 4, HALF, of=of_launches)
 UNSEEN = call(
     "test_columns_that_the_gate_does_not_see_are_not_read", torch.inf, 40, torch.float32, of=of_inputs
 )

@@ -34,6 +34,7 @@ NUMBERS = ("nan", "inf", "-inf", "0", "-0", "subnormal", "-subnormal", "huge", "
 LIMITS = ("inf", "0", "normal", "max")
 """What thresholds and token scales may be: ≥ 0, and of products that float32 does not round to 0."""
 LARGE = 1000.0
+"""Beyond what other than special numbers add up to."""
 JUDGED = 8
 """Tokens of a call that are judged: those with a special number of their own first."""
 
@@ -117,20 +118,38 @@ def chosen(tokens: int, touched: set[int]) -> list[int]:
     return sorted((sorted(touched) + rest)[:JUDGED])
 
 
-def settled(x: Tensor, w: Tensor, most: float, *more: Tensor | None) -> Tensor:
-    """Where Σ_k x_k w_k + Σ more has one kind of result in every order of summation of numbers up to `most`.
+def _sums(x: Tensor, w: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of Σ_k x_k w_k + Σ more the positive and, as positive numbers, the negative terms' sums, (1, N) float64.
 
     Args:
-        x: (1, K), w: (K, N), more: (N,), float64. Numbers that are not finite count as 0: they decide by themselves.
-
-    Returns:
-        (1, N) bool: no partial sum can overflow, or those of one sign only, and the sum does by far.
+        x: (1, K), w: (K, N), more: (N,). Numbers that are not finite count as 0: they decide by themselves.
     """
     terms = torch.cat([x.reshape(-1, 1) * w, *(t.reshape(1, -1).double() for t in more if t is not None)])
     terms = terms.nan_to_num(0.0, 0.0, 0.0)
-    up, down = terms.clamp(min=0).sum(0), -terms.clamp(max=0).sum(0)
+    return terms.clamp(min=0).sum(0)[None], -terms.clamp(max=0).sum(0)[None]
+
+
+def settled(most: float, x: Tensor, w: Tensor, *more: Tensor | None) -> Tensor:
+    """Where `_sums`' sum is of one kind in every order of summation of numbers up to `most`: no partial sum can
+    overflow, or those of one sign only, and the sum does by far."""
+    up, down = _sums(x, w, *more)
     by_far = (torch.minimum(up, down) < most / 2) & ((up - down).abs() > 2 * most)
-    return ((torch.maximum(up, down) < most / 2) | by_far)[None]
+    return (torch.maximum(up, down) < most / 2) | by_far
+
+
+def cancelled(x: Tensor, w: Tensor, *more: Tensor | None) -> Tensor:
+    """Where large terms leave a small sum, of which no peer measures how many digits are right."""
+    up, down = _sums(x, w, *more)
+    return up + down > LARGE * (up - down).abs().clamp(min=1)
+
+
+def with_mean(
+    hidden: Tensor, w: Tensor, mean: Tensor | None, options: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Hidden values and their weights, and once more the weights with the mean that fills in for skipped ones."""
+    if mean is None or "skipped_out" in options:
+        return hidden, w
+    return torch.cat([hidden, mean[None]], dim=1), torch.cat([w, w])
 
 
 @dataclass
@@ -144,13 +163,14 @@ class Judged:
     determined: Tensor
 
     @classmethod
-    def of(cls, out: Tensor, truth: Any, settled: Tensor, flips: Tensor | None = None) -> Judged:
-        """`truth` is that of the token alone; `settled`, of the last product; `flips`, what entries at the threshold
-        may add: none where the decision is exact."""
+    def of(cls, out: Tensor, truth: Any, flips: Tensor | None, *last: Tensor | None) -> Judged:
+        """`truth` is that of the token alone; `flips`, what entries at the threshold may add, None where the decision
+        is exact; `last`, the arguments of `_sums` for the last product."""
         peers = torch.stack(truth.peers())
         flips = torch.zeros_like(truth.out) if flips is None else flips
         wanted = kinds(truth.out.to(out.dtype))
-        determined = (kinds(peers) == wanted).all(0) & settled & (flips < torch.finfo(out.dtype).max / 4)
+        determined = (kinds(peers) == wanted).all(0) & (flips < torch.finfo(out.dtype).max / 4)
+        determined &= settled(torch.finfo(torch.float32).max, *last) & ~cancelled(*last)
         return cls(out, truth.out[0], peers[:, 0], flips[0], determined[0])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparsemlp
-from benchmarks import measure, registry, shapes
+from benchmarks import alternatives, machine, measure, registry, shapes
 from benchmarks.gated_mlp import GatedMlp
 from benchmarks.weight_bytes import share_read
 from benchmarks.workload import Workload, layers_beyond_cache
@@ -148,6 +148,8 @@ def test_options_are_the_operators_own(
     x = work.fresh()[0]
     with torch.inference_mode():
         work.own(0.5, weights=weights)(0, x)
+        route = alternatives.explained(work.own(0.5, weights=weights), work).route
+    assert route == ("reference" if machine.isa() == "none" else "sparse")
     assert calls[0].get("indicator", "gate") == indicator
     assert (calls[0].get("input_threshold") is not None) is (input_sparsity > 0)
     assert ("scale_gate" in calls[0]) is (weights == "int8")
@@ -155,6 +157,29 @@ def test_options_are_the_operators_own(
     assert density.density == pytest.approx(0.5, rel=0.1)
     union = 1 - input_sparsity**2 if input_sparsity else 1.0
     assert density.channels == pytest.approx(union, rel=0.05)
+
+
+@pytest.mark.parametrize("indicator", ["gate", "up", "product"])
+def test_what_is_compared_is_the_indicator(indicator: str) -> None:
+    work = small("gated_mlp", tokens=5, indicator=indicator)
+    x, w = work.fresh()[1], work.layers[1]
+    a, u = F.silu(F.linear(x, w.w_gate)), F.linear(x, w.w_up)
+    found, nonzero = work.compared(1, x)
+    torch.testing.assert_close(found, {"gate": a, "up": u, "product": a * u}[indicator].abs())
+    assert torch.equal(nonzero, a != 0)
+    cut = small("gated_mlp", tokens=5, indicator=indicator, input_sparsity=0.5)
+    read = cut.channels(1, x)
+    assert read is not None
+    a = F.silu(F.linear(torch.where(read, x, 0), w.w_gate))  # the same seed, the same weights
+    torch.testing.assert_close(cut.compared(1, x)[0], {"gate": a, "up": u, "product": a * u}[indicator].abs())
+
+
+def test_what_is_compared_without_a_gate_has_the_bias() -> None:
+    work = small("mlp", tokens=5)
+    x, w = work.fresh()[1], work.layers[1]
+    found, nonzero = work.compared(1, x)
+    torch.testing.assert_close(found, F.gelu(F.linear(x, w.w_in, w.b_in)).abs())
+    assert nonzero.all()
 
 
 def test_wrong_shapes_and_options_are_named() -> None:

@@ -212,17 +212,48 @@ def test_pickled_weights_are_not_read(model: Path, tmp_path: Path, capsys):
     assert_sentence(cli.main(["bench", str(folder), *FAST]), capsys, "safetensors")
 
 
-def test_model_without_gated_mlps(tmp_path: Path, model: Path, text: Path, capsys):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def test_model_without_mlps(tmp_path: Path, model: Path, text: Path, capsys):
+    from transformers import MambaConfig, MambaForCausalLM
 
-    GPT2LMHeadModel(
-        GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
-    ).save_pretrained(tmp_path)
+    config = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=256, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
     for path in model.glob("tokenizer*"):
         shutil.copy(path, tmp_path)
     capsys.readouterr()
-    assert_sentence(cli.main(["bench", str(tmp_path)]), capsys, "GPT2")
-    assert_sentence(cli.main(calibrate(tmp_path, text, tmp_path / "p")), capsys, "GPT2")
+    assert_sentence(cli.main(["bench", str(tmp_path)]), capsys, "Mamba")
+    assert_sentence(cli.main(calibrate(tmp_path, text, tmp_path / "p")), capsys, "Mamba")
+
+
+@pytest.mark.parametrize("family", ["OPT", "GPT2"])
+def test_model_with_ungated_mlps(family: str, tmp_path: Path, model: Path, text: Path, capsys):
+    """Modules of their own (GPT-2) or inside the decoder layers (OPT): calibrated, measured, sparsity counted."""
+    from tests.tiny_ungated_models import make
+
+    sizes = {"n_positions": 128} if family == "GPT2" else {"max_position_embeddings": 128}
+    make(family, vocab_size=256, **sizes).save_pretrained(tmp_path)
+    for path in model.glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    plan = tmp_path / "p"
+    assert cli.main(calibrate(tmp_path, text, plan, "--target", "0.7")) == 0
+    capsys.readouterr()
+    bench = [
+        "bench",
+        str(tmp_path),
+        "--plan",
+        str(plan),
+        "--text",
+        str(text),
+        "--dtype",
+        "fp32",
+        "--json",
+        *FAST,
+    ]
+    assert cli.main(bench) == 0
+    out, _ = capsys.readouterr()
+    dense, zero, sparse = json.loads(out)["results"]
+    assert zero["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-4)
+    assert (zero["sparsity"] > 0.2) == (family == "OPT")  # ReLU's exact zeros
+    assert abs(sparse["sparsity"] - 0.7) < 0.1
 
 
 def test_plan_missing_damaged_or_of_another_model(model: Path, plan: Path, tmp_path: Path, capsys):

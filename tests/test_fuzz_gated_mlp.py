@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparsemlp import activations
 from sparsemlp.ops.gated_mlp import OP, gated_mlp
 from tests.backends import backends, decided_from
+from tests.batches import ALONE
 from tests.cases import DTYPES, Case, Sample, Truth, build
 from tests.special_values import (
     FIXED,
@@ -28,6 +29,7 @@ from tests.special_values import (
     run,
     settled,
     specials,
+    with_mean,
 )
 
 TENSORS = (
@@ -62,8 +64,8 @@ def decision_settled(truth: Truth, most: float) -> bool:
     """Whether numbers up to `most` leave no doubt about which neurons are active, but for those at the threshold."""
     options = truth.sample.options
     sums = (
-        settled(truth.seen, truth.w_gate.T, most, options.get("b_gate")),
-        settled(truth.x, truth.w_up.T, most, options.get("b_up")),
+        settled(most, truth.seen, truth.w_gate.T, options.get("b_gate")),
+        settled(most, truth.x, truth.w_up.T, options.get("b_up")),
     )
     size = torch.stack([t.abs() for t in (truth.act, truth.up, truth.m)]).nan_to_num(0.0, 0.0).amax(0)
     too_large = (size > most / 2) & truth.limit.isinf()  # an indicator rounded to inf would be kept
@@ -74,9 +76,9 @@ def judge_token(sample: Sample, out: torch.Tensor, decides: torch.dtype) -> Judg
     truth, options = Truth(sample), sample.options
     if not decision_settled(truth, torch.finfo(decides).max):
         return None
-    last = options.get("b_down"), options.get("skipped_out")
-    fixed = settled(truth.hidden, truth.w_down_t, torch.finfo(torch.float32).max, *last)
-    return Judged.of(out, truth, fixed, truth.flips(decides))
+    terms = with_mean(truth.hidden, truth.w_down_t, truth.mean, options)
+    last = *terms, options.get("b_down"), options.get("skipped_out")
+    return Judged.of(out, truth, truth.flips(decides), *last)
 
 
 def judge(sample: Sample, changes: list[Special], backend: str, isa: int) -> int:
@@ -111,8 +113,8 @@ def test_special_values_at_random(
 def test_a_token_alone(
     case: Case, dtype: torch.dtype, seed: int, changes: list[Special], isa: int, backend: str
 ) -> None:
-    """Of up to 32 tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
-    sample, touched = plant(build(replace(case, tokens=min(case.tokens, 32)), dtype, seed), changes)
+    """Of up to four tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
+    sample, touched = plant(build(replace(case, tokens=min(case.tokens, ALONE)), dtype, seed), changes)
     assert_alone(sample, touched, gated_mlp, backend, isa)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparsemlp import activations
 from sparsemlp.ops.mlp import OP, mlp
 from tests.backends import backends, decided_from
+from tests.batches import ALONE
 from tests.mlp_cases import Case, Sample, Truth, build
 from tests.samples import DTYPES
 from tests.special_values import (
@@ -29,6 +30,7 @@ from tests.special_values import (
     run,
     settled,
     specials,
+    with_mean,
 )
 
 TENSORS = (
@@ -58,7 +60,7 @@ NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 
 def decision_settled(truth: Truth, most: float) -> bool:
     """Whether numbers up to `most` leave no doubt about which neurons are active, but for those at the threshold."""
-    sums = settled(truth.x, truth.w_in.T, most, truth.sample.options.get("b_in"))
+    sums = settled(most, truth.x, truth.w_in.T, truth.sample.options.get("b_in"))
     size = truth.act.abs().nan_to_num(0.0, 0.0)
     too_large = (size > most / 2) & truth.limit.isinf()  # an activation rounded to inf would be kept
     return bool(sums.all()) and not bool(too_large.any())
@@ -68,10 +70,10 @@ def judge_token(sample: Sample, out: torch.Tensor, decides: torch.dtype) -> Judg
     truth, options = Truth(sample), sample.options
     if not decision_settled(truth, torch.finfo(decides).max):
         return None
-    last = options.get("b_out"), options.get("skipped_out")
     hidden = torch.where(truth.active, truth.act - (0 if truth.mean is None else truth.mean), 0)
-    fixed = settled(hidden, truth.w_out_t, torch.finfo(torch.float32).max, *last)
-    return Judged.of(out, truth, fixed, truth.flips(decides))
+    terms = with_mean(hidden, truth.w_out_t, truth.mean, options)
+    last = *terms, options.get("b_out"), options.get("skipped_out")
+    return Judged.of(out, truth, truth.flips(decides), *last)
 
 
 def judge(sample: Sample, changes: list[Special], backend: str, isa: int) -> int:
@@ -106,8 +108,8 @@ def test_special_values_at_random(
 def test_a_token_alone(
     case: Case, dtype: torch.dtype, seed: int, changes: list[Special], isa: int, backend: str
 ) -> None:
-    """Of up to 32 tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
-    sample, touched = plant(build(replace(case, tokens=min(case.tokens, 32)), dtype, seed), changes)
+    """Of up to four tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
+    sample, touched = plant(build(replace(case, tokens=min(case.tokens, ALONE)), dtype, seed), changes)
     assert_alone(sample, touched, mlp, backend, isa)
 
 

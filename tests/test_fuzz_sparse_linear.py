@@ -26,7 +26,6 @@ from tests.special_values import (
     check,
     plant,
     run,
-    settled,
     specials,
 )
 
@@ -54,8 +53,7 @@ NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 def judge_token(sample: Sample, out: torch.Tensor) -> Judged:
     truth = Truth(sample)
     taken = torch.where(truth.active, truth.x, 0)
-    fixed = settled(taken, truth.weight_t, torch.finfo(torch.float32).max, sample.options.get("bias"))
-    return Judged.of(out, truth, fixed)
+    return Judged.of(out, truth, None, taken, truth.weight_t, sample.options.get("bias"))
 
 
 def judge(sample: Sample, changes: list[Special], backend: str, isa: int) -> int:

@@ -58,10 +58,52 @@ def test_bytes_agree_with_a_walk_over_every_program(tokens: int, dtype: str) -> 
     assert second.l2 == pytest.approx(chunks * listed + partial, rel=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_bytes_of_the_other_operators(tokens: int) -> None:
+    """Counted by hand at what differs: no up rows; x alone before the rows; a gate of which channels are read."""
+    d, f, size, wanted = SHAPE.d, SHAPE.f, 2, 100.0
+    gated, mlp, linear, given = (
+        Case(f"{op} decode", "bf16", "relu", tokens, d, f, options)
+        for op, options in (("gated_mlp", ()), ("mlp", ()), ("sparse_linear", ()), ("gated_mlp", ("input",)))
+    )
+    both = [gpu_model.traffic(case, *case.launches(), wanted) for case in (gated, mlp, linear)]
+    assert both[0][0].weights - both[1][0].weights == wanted * d * size
+    assert both[1][0].weights == f * d * size
+    assert both[0][1].weights == both[1][1].weights == wanted * d * size
+    assert both[2][0].weights == 0
+    assert both[2][1].weights == wanted * f * size
+    moved = gpu_model._moves(given, given.launches(), wanted, 30.0)
+    assert [traffic.weights for _, traffic in moved] == [
+        0, 30 * f * size, wanted * d * size, wanted * d * size,
+    ]  # fmt: skip
+    written = tokens * f * 4  # pre-activations, in float32
+    assert moved[1][1].memory == pytest.approx(
+        30 * f * size + written + 30 * (8 + 4 * moved[0][0].constants["BLOCK_T"]) + 4 * moved[0][0].grid[0]
+    )
+
+
+@pytest.mark.parametrize("op", gpu_model.OPERATORS)
+def test_the_other_operators_never_beat_the_byte_bound(op: str) -> None:
+    gpu = gpus.get("h200")
+    for shape in gpu_model.SHAPES[op]:
+        for inputs in (None, 0.5) if op == "gated_mlp" else (None,):
+            lines = [
+                gpu_model.predict(gpu, shape, "bf16", 2, s, residency, op, inputs) for s in (0, 0.5, 0.9)
+            ]
+            assert all(0 < line.share_of_bound < gpu.read_share for line in lines)
+            times = [line.microseconds for line in lines]
+            assert times == sorted(times, reverse=True)
+
+
 def test_the_byte_bound_is_every_needed_tensor_once() -> None:
     d, f, size, tokens = SHAPE.d, SHAPE.f, 2, 3
     gate, up, down, x, out = f * d, 10 * d, 10 * d, tokens * d, tokens * d
     assert gpu_model.minimum_bytes(d, f, size, tokens, 10) == size * (gate + up + down + x + out)
+    linear = gpu_model.minimum_bytes(d, f, size, tokens, 10, op="sparse_linear")
+    assert linear == size * (10 * f + tokens * (d + f))
+    assert gpu_model.minimum_bytes(d, f, size, tokens, 10, op="mlp") == size * (gate + up + x + out)
+    halved = gpu_model.minimum_bytes(d, f, size, tokens, 10, channels=d / 2)
+    assert halved == size * (gate / 2 + up + down + x + out)
     assert gpu_model.union(0.5, 1) == 0.5
     assert gpu_model.union(0.5, 2) == 0.75
 

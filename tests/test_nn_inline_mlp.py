@@ -274,6 +274,7 @@ def test_lora_after_sparsify(x: Tensor):
     with torch.no_grad():
         with pytest.warns(UserWarning, match="runs dense"):
             assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+        assert list(find_mlps(ours.get_base_model())) == ["first", "second"]
         merged = ours.merge_and_unload()
         assert isinstance(find_mlps(merged)["first"], InlineMLP)
         out = merged.first(x, None, scale=None)[0]

@@ -43,10 +43,10 @@ def seen(density: float) -> Callable[[Tensor], float]:
     [
         (3, "sparse", "sparse", "predicted fastest whatever the density"),
         (3, "dense", "sparse", "predicted fastest whatever the density"),
-        (3, "pytorch", "pytorch", "predicted fastest at every density by more than the 3 %"),
+        (3, "pytorch", "pytorch", "predicted fastest at every density, by more than the 3 %"),
         (40, "sparse", "sparse", "predicted fastest whatever the density"),
         (40, "dense", "dense", "predicted fastest at every density$"),
-        (40, "pytorch", "pytorch", "predicted fastest at every density by more than the 3 %"),
+        (40, "pytorch", "pytorch", "predicted fastest at every density, by more than the 3 %"),
     ],
 )
 def test_every_route_of_a_cpu(tokens: int, route: str, taken: str, why: str) -> None:

@@ -16,7 +16,7 @@ from sparsemlp.nn import SparseGatedMLP, SparseMLP
 from sparsemlp.testing import assert_within_budget
 from tests import tiny_models
 from tests.tiny_models import Layer, StandInPlan
-from tests.tiny_ungated_models import FAMILIES, make, run
+from tests.tiny_ungated_models import FAMILIES, MORE, make, run
 
 # `past_key_values` and what PEFT asks for have newer names in newer versions of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -32,18 +32,20 @@ def _fresh():
 def peers(family: str, model: nn.Module) -> list[Tensor]:
     """The model's output as it is, and row by row: another order of summation."""
     parts = [run(family, model, slice(i, i + 1)) for i in range(2)]
-    if FAMILIES[family].takes == "both":
+    if (FAMILIES | MORE)[family].takes == "both":
         parts = [part[i] for i in range(2) for part in parts]
         return [run(family, model), torch.stack(parts)]
     return [run(family, model), torch.cat(parts)]
 
 
-@EVERY_FAMILY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "dtype"), [
+    *((family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
+    *((family, torch.float32) for family in MORE),
+])  # fmt: skip
 def test_dense_outputs_at_threshold_0(family: str, dtype: torch.dtype):
     model = make(family).to(dtype)
     wide = copy.deepcopy(model).double()
-    expected = FAMILIES[family]
+    expected = (FAMILIES | MORE)[family]
     found = find_mlps(model)
     assert tuple(found) == expected.names
     if expected.kind:
@@ -120,7 +122,7 @@ def test_decoding(family: str):
     assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), dense)
 
 
-@EVERY_FAMILY
+@pytest.mark.parametrize("family", FAMILIES | MORE)
 def test_densify_gives_the_same_objects_back(family: str):
     model = make(family)
     modules = dict(model.named_modules())

@@ -96,9 +96,54 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+_GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+_TWO_TOWERS = {"text_config": SIZES, "vision_config": {**_VISION, **IMAGE}}
+MORE = {
+    "SigLIP": Family(
+        "SiglipModel", "SiglipConfig", _TWO_TOWERS,
+        (*_two("text_model.encoder.layers.{}.mlp"), *_two("vision_model.encoder.layers.{}.mlp"),
+         "vision_model.head.mlp"),
+        "SiglipMLP", "gelu_tanh", "both",
+    ),
+    "DINOv2": Family(
+        "Dinov2Model", "Dinov2Config", {**_VISION, **IMAGE}, _two("encoder.layer.{}.mlp"), "Dinov2MLP", "gelu", "images"
+    ),
+    "GPTJ": Family("GPTJModel", "GPTJConfig", _GPT, _two("h.{}.mlp"), "GPTJMLP", "gelu_tanh"),
+    "CodeGen": Family("CodeGenModel", "CodeGenConfig", _GPT, _two("h.{}.mlp"), "CodeGenMLP", "gelu_tanh"),
+    "GPTNeo": Family(
+        "GPTNeoModel", "GPTNeoConfig",
+        {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+        _two("h.{}.mlp"), "GPTNeoMLP", "gelu_tanh",
+    ),
+    "GPTNeoX": Family("GPTNeoXModel", "GPTNeoXConfig", SIZES, _two("layers.{}.mlp"), "GPTNeoXMLP", "gelu"),
+    "DistilBERT": Family(
+        "DistilBertModel", "DistilBertConfig",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+        _two("transformer.layer.{}.ffn"), "FFN", "gelu",
+    ),
+    "Persimmon": Family("PersimmonModel", "PersimmonConfig", SIZES, _two("layers.{}.mlp"), "PersimmonMLP", "relu2"),
+    "StarCoder2": Family(
+        "Starcoder2Model", "Starcoder2Config", {**SIZES, "num_key_value_heads": 2, "residual_dropout": 0.1},
+        _two("layers.{}.mlp"), "Starcoder2MLP", "gelu_tanh",
+    ),
+    "RoBERTa": Family("RobertaModel", "RobertaConfig", SIZES, _two("encoder.layer.{}"), "RobertaLayer", "gelu"),
+    "ELECTRA": Family("ElectraModel", "ElectraConfig", SIZES, _two("encoder.layer.{}"), "ElectraLayer", "gelu"),
+    "Whisper": Family(
+        "WhisperModel", "WhisperConfig",
+        {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32, "bos_token_id": 1,
+         "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+        ("encoder.layers.0", "decoder.layers.0"), "", "gelu", "audio",
+    ),
+    "MPT": Family(
+        "MptModel", "MptConfig", {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2}, _two("blocks.{}.ffn"),
+        "MptMLP", "gelu",
+    ),
+}  # fmt: skip
+"""Families of which only the dense outputs are tested."""
+
 
 def make(family: str, **changes: Any) -> nn.Module:
-    f = FAMILIES[family]
+    f = (FAMILIES | MORE)[family]
     torch.manual_seed(0)
     return getattr(transformers, f.model)(getattr(transformers, f.config)(**{**f.options, **changes})).eval()
 
@@ -114,8 +159,10 @@ def run(family: str, model: nn.Module, rows: slice = slice(None)) -> Tensor:
         "pairs": lambda: model(input_ids=ids, decoder_input_ids=ids.flip(1))[0],
         "images": lambda: model(pixel_values=images)[0],
         "both": lambda: _embeddings(model(input_ids=ids, pixel_values=images)),
-    }
-    return call[FAMILIES[family].takes]()
+        "audio": lambda: model(input_features=images.reshape(len(ids), -1)[:, :128].reshape(-1, 8, 16),
+                               decoder_input_ids=ids)[0],
+    }  # fmt: skip
+    return call[(FAMILIES | MORE)[family].takes]()
 
 
 def _embeddings(out: Any) -> Tensor:

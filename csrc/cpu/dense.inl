@@ -13,7 +13,7 @@ template <class S> int64_t run_hidden_floats(int64_t tokens, int64_t neurons) {
 template <class S, class W>
 void dense_rows(const MlpCall& call, const Matrix& m, int64_t t0, int64_t T, int64_t j0, int64_t n, const W* next,
                 int64_t next_stride, float* sums) {
-    constexpr int64_t kDepth = kPanelSteps * Product<S>::PER;
+    constexpr int64_t kDepth = Product<S>::CHAIN * Product<S>::PER;
     const int64_t D = call.width;
     const W* rows[kDenseRows];
     const char* ahead[kDenseRows];

@@ -6,7 +6,8 @@
 template <class S> struct Product {
     using X = float; // what tokens are held as
     using Vector = V::F;
-    static constexpr int64_t PER = 1; // values of a row in one step
+    static constexpr int64_t PER = 1;    // values of a row in one step
+    static constexpr int64_t CHAIN = 32; // steps in one chain of additions by lanes, which have a single sum a row
     static Vector weights(const float* panel) { return V::load(panel); }
     static Vector token(const X* x) { return V::set1(*x); }
     static V::F mac(V::F acc, Vector w, Vector x) { return V::fma(w, x, acc); }
@@ -32,6 +33,7 @@ template <> struct Product<bf16> {
     using X = bf16;
     using Vector = __m512i;
     static constexpr int64_t PER = 2;
+    static constexpr int64_t CHAIN = 256; // sums in float32 of what bf16 has rounded: longer, and quicker
     static Vector weights(const float* panel) { return _mm512_loadu_si512(panel); }
     static Vector token(const X* x) {
         int32_t pair;
@@ -194,7 +196,7 @@ void run_pack(const void* x, int64_t stride, int64_t tokens, int64_t width, int6
 // out[i][T] = rows i · tokens for `count` rows, a few at a time: those of `next` are prefetched meanwhile.
 template <class S, class W, class Row, class Next>
 inline void lane_dots(const MlpCall& call, int64_t count, Row row, Next next, float* out) {
-    constexpr int64_t kRows = V::kLaneRows, kDepth = kPanelSteps * Product<S>::PER;
+    constexpr int64_t kRows = V::kLaneRows, kDepth = Product<S>::CHAIN * Product<S>::PER;
     const int64_t T = call.tokens, D = call.width;
     float sums[kRows * kLaneTokens];
     const W* rows[kRows];

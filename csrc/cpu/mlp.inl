@@ -39,7 +39,7 @@ template <class S, class W> struct Slot {
             tokens[t] = static_cast<const S*>(call.x) + t * call.x_stride;
             acc_of[t] = acc + t * padded(D);
         }
-        if (kInt8 && T < V::kLanesFrom)
+        if (kInt8 && call.lanes == nullptr)
             for (int64_t i = 0; i < T * call.quantized.parts; ++i)
                 parts[i] = call.quantized.values + i * D;
         memset(acc, 0, T * padded(D) * sizeof(float));
@@ -118,17 +118,21 @@ template <class S, class W> struct Slot {
     // More rows at a time for one token: memory then has more streams to serve at once (measured on two Zen 4 cores:
     // 80 % of the read bandwidth with 8 rows, 68 % with 4, where a core gets 27 GB/s). Accumulators limit it for more.
     template <class Row, class Next> void dots_any(int64_t n, Row row, Next next, float* out) {
-        if (T == 1 && !kInt8)
+        if (call.lanes != nullptr)
+            lane_dots<S, W>(call, n, row, next, out);
+        else if (T == 1 && !kInt8)
             dots_one(n, row, next, out);
         else if (T == 1)
             dots<V::kRowTileOne>(n, row, next, out);
-        else if (T >= V::kLanesFrom)
-            lane_dots<S, W>(call, n, row, next, out);
         else
             dots<V::kRowTile>(n, row, next, out);
     }
 
-    int64_t tile_rows() const { return T == 1 ? V::kRowTileOne : T >= V::kLanesFrom ? V::kLaneRows : V::kRowTile; }
+    int64_t tile_rows() const {
+        if (call.lanes != nullptr)
+            return V::kLaneRows;
+        return T == 1 ? V::kRowTileOne : V::kRowTile;
+    }
 
     // out[i][t] = out[i][t] · the row's scale + its bias, for neuron j(i).
     template <class At> void scale_and_bias(const Matrix& m, int64_t n, At j, float* out) {

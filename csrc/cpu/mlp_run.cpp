@@ -86,23 +86,27 @@ void compute(MlpCall call, const MlpKernels& kernel, uint8_t* finite) {
         finite[t] = (wrong >> t & 1) == 0;
 }
 
-// The tokens as integers, for int8 weights, into tensors that must outlive the call.
-std::pair<Tensor, Tensor> quantize(MlpCall& call, const MlpKernels& kernel, Dtype dtype) {
+// The tokens as integers, for int8 weights, into tensors that must outlive the call; zeros and a bit of `bad` where one
+// holds an inf or NaN, which integers cannot.
+std::pair<Tensor, Tensor> quantize(MlpCall& call, const MlpKernels& kernel, Dtype dtype, uint32_t* bad) {
     call.quantized.parts = dtype == Dtype::f32 ? 2 : 1;
     const int64_t each = call.quantized.parts * call.width, bytes = dtype == Dtype::f32 ? 4 : 2;
     const Tensor values = torch::stable::empty({call.tokens * each}, ScalarType::Short);
     const Tensor units = torch::stable::empty({call.tokens}, ScalarType::Float);
     int16_t* out = static_cast<int16_t*>(values.mutable_data_ptr());
     float* unit = static_cast<float*>(units.mutable_data_ptr());
-    std::atomic<bool> valid{true};
+    std::atomic<uint32_t> not_finite{0};
     torch::stable::parallel_for(0, call.tokens, 4, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
             const char* x = static_cast<const char*>(call.x) + t * call.x_stride * bytes;
-            if (!kernel.quantize(x, call.width, call.quantized.parts, out + t * each, unit + t))
-                valid = false;
+            if (kernel.quantize(x, call.width, call.quantized.parts, out + t * each, unit + t))
+                continue;
+            std::fill(out + t * each, out + (t + 1) * each, int16_t{0});
+            unit[t] = 0.f;
+            not_finite |= 1u << t;
         }
     });
-    STD_TORCH_CHECK(valid, "x holds an inf or NaN, which integers cannot");
+    *bad = not_finite;
     call.quantized.values = out;
     call.quantized.unit = unit;
     return {values, units};
@@ -159,18 +163,8 @@ void compute_dense(MlpCall call, const MlpKernels& kernel, std::vector<uint8_t>&
         finite[i % call.tokens] &= good[i];
 }
 
-// Few tokens.
-void compute_fused(MlpCall call, const MlpKernels& kernel, Dtype dtype, uint8_t* finite) {
-    std::optional<Tensor> packed;
-    std::optional<std::pair<Tensor, Tensor>> integers;
-    if (call.tokens >= kernel.lanes.from)
-        packed = pack(call, kernel.lanes);
-    else if (call.down.scale != nullptr)
-        integers = quantize(call, kernel, dtype);
-    compute(call, kernel, finite);
-}
-
-void repeat_token(const MlpCall& call, const MlpKernels& kernel, Dtype dtype, int64_t t) {
+// Token t alone.
+MlpCall one_token(const MlpCall& call, Dtype dtype, int64_t t) {
     const int64_t bytes = dtype == Dtype::f32 ? 4 : 2;
     MlpCall one = call;
     one.tokens = 1;
@@ -179,8 +173,31 @@ void repeat_token(const MlpCall& call, const MlpKernels& kernel, Dtype dtype, in
     if (call.pre != nullptr)
         one.pre = call.pre + t * call.neurons;
     one.rule.token_scale = call.rule.token_scale != nullptr ? call.rule.token_scale + t : nullptr;
+    return one;
+}
+
+void repeat_token(const MlpCall& call, const MlpKernels& kernel, Dtype dtype, int64_t t) {
     uint8_t finite = 1;
-    compute(one, kernel, &finite);
+    compute(one_token(call, dtype, t), kernel, &finite);
+}
+
+// Few tokens. With int8 weights a token with an inf or NaN is done by floating-point products, alone: the others' bits
+// do not depend on it.
+void compute_fused(MlpCall call, const MlpKernels& kernel, Dtype dtype, uint8_t* finite) {
+    std::optional<Tensor> packed;
+    std::optional<std::pair<Tensor, Tensor>> integers;
+    uint32_t bad = 0;
+    if (call.tokens >= kernel.lanes.from)
+        packed = pack(call, kernel.lanes);
+    else if (call.down.scale != nullptr)
+        integers = quantize(call, kernel, dtype, &bad);
+    compute(call, kernel, finite);
+    for (int64_t t = 0; t < call.tokens; ++t)
+        if ((bad >> t & 1) != 0) {
+            MlpCall one = one_token(call, dtype, t);
+            const Tensor lanes = pack(one, kernel.lanes);
+            compute(one, kernel, finite + t);
+        }
 }
 
 } // namespace

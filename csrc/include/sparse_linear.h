@@ -7,7 +7,7 @@ namespace sparsemlp {
 
 constexpr int64_t kLinearSums = 16384;   // sums a thread holds at a time: 64 KB
 constexpr int64_t kLinearColumns = 4096; // columns of the output worked on at a time, at most
-constexpr int64_t kLinearChain = 512;    // channels in one chain of additions, then a partial sum is closed
+constexpr int64_t kLinearChain = 128;    // channels in one chain of additions, then a partial sum is closed
 
 // One call. Strides are in elements; rows have unit inner stride.
 struct SparseLinearCall {

@@ -105,9 +105,12 @@ def survey(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """
     found: dict[str, nn.Module] = {}
     rejected: dict[str, str] = {}
+    inside = {id(m._layer[0]): m for m in model.modules() if isinstance(m, InlineMLP)}
     for name, module in model.named_modules():
-        if isinstance(module, InlineMLP):
-            found[name.removesuffix(f"{module.form.first}.mlp").removesuffix(".")] = module
+        if id(module) in inside:
+            found[name] = inside[id(module)]
+        elif isinstance(module, InlineMLP):
+            continue  # found with its layer, even where an adapter was put around the part that holds it
         elif isinstance(module, SPARSE):
             found[name] = module
         elif _looks_like_one(module):
@@ -130,11 +133,5 @@ def survey(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
 
 
 def _looks_like_one(module: nn.Module) -> bool:
-    form = dense_inline_mlp.form_of(module)
-    if form is not None and isinstance(dense_inline_mlp.get(module, f"{form.first}.mlp"), InlineMLP):
-        return False  # found by that
-    return (
-        form is not None
-        or dense_gated_mlp.members_of(module) is not None
-        or dense_mlp.members_of(module) is not None
-    )
+    forms = dense_gated_mlp.members_of, dense_mlp.members_of, dense_inline_mlp.form_of
+    return any(form(module) is not None for form in forms)

@@ -197,11 +197,11 @@ def run(
     if route == "pytorch":
         return call.by_pytorch(x, scale)
     if x.shape[0] <= CHUNK:
-        return call.few(x, scale)
+        return call.fused(x, scale)
     if route == "dense":
         return call.fused(x, scale)
     scales = (None,) * -(-x.shape[0] // CHUNK) if scale is None else scale.split(CHUNK)
-    return torch.cat([call.few(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
+    return torch.cat([call.fused(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
 
 
 ROUTES = {name: functools.partial(run, name) for name in ("sparse", "dense", "pytorch")}
@@ -231,16 +231,6 @@ class _Call:
     activation: str
     indicator: str
 
-    def few(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """At most CHUNK tokens; one that integers cannot hold, with int8 weights, as the reference computes it."""
-        finite = None if self.scale_down is None else x.isfinite().all(dim=1)
-        if finite is None or bool(finite.all()):
-            return self.fused(x, scale)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for some, run in ((finite, self.fused), (~finite, self._as_reference)):
-            out[some] = run(x[some], None if scale is None else scale[some])
-        return out
-
     def by_pytorch(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """PyTorch's matrix products around a fused mask."""
         act, decides, isa = activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa()
@@ -260,7 +250,7 @@ class _Call:
         if bool(bad.any()) and not self._finite():
             out = out.clone()
             for i in bad.nonzero().flatten().tolist():
-                out[i : i + 1] = self.few(x[i : i + 1], None if scale is None else scale[i : i + 1])
+                out[i : i + 1] = self.fused(x[i : i + 1], None if scale is None else scale[i : i + 1])
         return out
 
     def fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
@@ -272,13 +262,6 @@ class _Call:
             x, self.w_gate, self.w_up, self.w_down_t, self.threshold, scale, self.mean, self.skipped_out, self.b_gate,
             self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.params,
             activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa(),
-        )  # fmt: skip
-
-    def _as_reference(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        return reference(
-            x, self.w_gate, self.w_up, self.w_down_t, self.threshold, self.input_threshold, scale, self.mean,
-            self.skipped_out, self.b_gate, self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down,
-            None, None, None, None, self.params, self.activation, self.indicator,
         )  # fmt: skip
 
     def _finite(self) -> bool:

@@ -158,10 +158,10 @@ def gated_mlp(
             unknown activation, indicator or backend; the message names it. The values of a threshold tensor are
             checked by the CPU kernels and the CPU reference only; elsewhere a NaN or negative one keeps the neuron.
         BackendUnavailableError: the backend named cannot compute this call.
-    Numerics: float32 accumulation. For few tokens (bfloat16: 32, float32 and int8 weights: 128, float16: any) the
-        native kernel decides on unrounded float32 values and a token's result is the same bits whatever its batch mates
-        are (at a given thread count); above, and in the reference, p and u are rounded once to x's dtype and decided
-        from there. Products with int8 weights: docs/int8.md.
+    Numerics: float32 accumulation. The native kernels decide on unrounded float32 values; at a given thread count and
+        number of tokens a token's bits do not depend on its batch mates. In the reference, and where "auto" takes
+        PyTorch's GEMMs, p and u are rounded once to x's dtype and decided from there. Which route "auto" takes may
+        change with the density it sees: docs/router.md. Products with int8 weights: docs/int8.md.
         Exact zeros are skipped, so for the ReLU family at threshold 0 the result is the dense MLP's up to summation
         order. A skipped neuron adds nothing even where its rows hold inf or NaN (in the differentiable composition
         its down row does, as in the dense MLP); the same holds for a column of w_gate that `input_threshold` skips.

@@ -134,9 +134,10 @@ def mlp(
             tensor are checked by the CPU kernels and the CPU reference only; elsewhere a NaN or negative one keeps the
             neuron.
         BackendUnavailableError: the backend named cannot compute this call.
-    Numerics: float32 accumulation. For few tokens (as `sparsemlp.gated_mlp`) the native kernel decides on unrounded
-        float32 values and a token's result is the same bits whatever its batch mates are (at a given thread count);
-        above, and in the reference, p is rounded once to x's dtype and decided from there. Exact zeros are skipped, so
+    Numerics: float32 accumulation. The native kernels decide on unrounded float32 values; at a given thread count and
+        number of tokens a token's bits do not depend on its batch mates. In the reference, and where "auto" takes
+        PyTorch's GEMMs (docs/router.md), p is rounded once to x's dtype and decided from there. Exact zeros are
+        skipped, so
         for the ReLU family at threshold 0 the result is the dense MLP's up to summation order. A skipped neuron adds
         nothing even where its output row holds inf or NaN (in the differentiable composition it does, as in the dense
         MLP).

@@ -30,6 +30,7 @@ _density = torch.ops.sparsemlp._density_native.default
 _MOST = 2**16
 """Remembered choices; then all are forgotten and made again."""
 
+_threads = torch.get_num_threads
 _mode = "auto"
 _profiles: dict[tuple[int, int], Profile | None] = {}
 _choices: dict[tuple[Any, ...], Choice] = {}
@@ -146,14 +147,14 @@ class Router:
         key = self._key(args)
         choice = _choices.get(key)
         if choice is None:
-            if 0 in key[:3]:
+            if 0 in key[0] or 0 in key[1]:
                 return None
             choice = self._choose(key)
         if _mode == "frozen":
             return self.routes[self._freeze(args[self._weight], key, choice)]
-        if 0 < choice.break_even <= 1:
-            return self.routes[choice.route(observed_density(args[self._weight]))]
-        return self.routes["sparse" if choice.break_even > 1 else choice.otherwise]
+        limit = choice.break_even
+        skips = limit > 1 or (limit > 0 and observed_density(args[self._weight]) < limit)
+        return self.routes["sparse" if skips else choice.otherwise]
 
     def decision(self, args: tuple[Any, ...]) -> Decision:
         """What a call would be given; nothing is frozen by asking. T, D and F are not 0."""
@@ -167,12 +168,11 @@ class Router:
 
     def _key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, w = args[0], args[self._weight]
-        tokens, d = x.shape
-        form = "ungated" if not self._gated else args[-1]
-        return tokens, d, w.size(0), x.dtype, w.dtype, form, torch.get_num_threads()
+        form = args[-1] if self._gated else "ungated"
+        return x.shape, w.shape, x.dtype, w.dtype, form, _threads()
 
     def _problem(self, key: tuple[Any, ...]) -> Problem:
-        tokens, d, f, x, w, form, _ = key
+        (tokens, d), (f, _), x, w, form, _ = key
         form = form if form in ("product", "ungated") else "gated"
         return Problem(tokens, d, f, kind_of(x, w == torch.int8), form)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsemlp._op import Op
 from sparsemlp.router import decide
-from sparsemlp.router.model import CHUNK, ROUTES, seconds
+from sparsemlp.router.model import CHUNK, MARGIN, ROUTES, seconds
 
 __all__ = ["Explanation", "explain", "explain_calls"]
 
@@ -255,7 +255,7 @@ def _source(density: float) -> str:
 
 
 def _against(ms: float, best: float) -> str:
-    return f"{ms:.3g} ms, {100 * (ms / best - 1):+.0f} %"
+    return f"{ms:.3g} ms, {ms / best:.3g} times as long"
 
 
 def _why(made: decide.Decision, milliseconds: Mapping[str, float]) -> str:
@@ -273,5 +273,6 @@ def _why(made: decide.Decision, milliseconds: Mapping[str, float]) -> str:
         return f"predicted fastest below a density of {100 * limit:.3g} %"
     if limit > 0:
         return f"rows are worth skipping below a density of {100 * limit:.3g} %; at more, this is predicted fastest"
-    own = "" if few == (made.route == "sparse") else " by more than the 3 % that measured times may be off"
-    return f"predicted fastest at every density{own}"
+    own = made.route == ("sparse" if few else "dense")
+    by = "" if own else f", by more than the {100 * MARGIN:.0f} % that measured times may be off"
+    return f"predicted fastest at every density{by}"
