@@ -3,6 +3,7 @@
 #   make demo        sparsify a real language model and show what it bought, in build/demo (QUICK=1: the short form;
 #                    OUT=docs/demo: the figures that README shows)
 #   make test        the test suite                  make test-full   with the slow tests and real weights
+#   make sanitize    the compiled kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make bench       latency against sparsity        make lint        formatting, types, the house's own rules
 #   make readme      refresh README's tables from docs/demo and benchmarks/results
 #   make clean       remove what was built           make distclean   remove the environments too
@@ -17,6 +18,8 @@ TORCH_INDEX ?=
 TRITON ?= 3.9.0
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Processes that run tests; 0: none but pytest's own, for a debugger.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); if [ "$$n" -gt 4 ]; then echo 4; else echo "$$n"; fi)
 OUT ?= build/demo
 BENCH_ARGS ?= --op gated_mlp --shape llama3-8b --dtype bf16 --tokens 1
 
@@ -25,19 +28,25 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 PINNED := -c requirements/constraints.txt -c $(VENV)/torch.txt
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 20
+# Two threads each, so that parallel regions are tested; waiting ones leave their core to the other processes.
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(JOBS) --dist loadgroup
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
 
-.PHONY: demo test test-full bench lint readme clean distclean
+.PHONY: demo test test-full sanitize bench lint readme clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built $(VENV)/.run $(VENV)/.data
 	$(VENV)/bin/sparsemlp demo --out $(OUT) $(if $(QUICK),--quick)
 
 test: $(VENV)/.built $(VENV)/.test
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: $(VENV)/.built $(VENV)/.test $(VENV)/.data
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# Into build/sanitize, beside a copy of the package: the library in use stays as it is.
+sanitize: $(VENV)/.test
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) .ci/sanitize.py -n $(JOBS) $(PYTEST_ARGS)
 
 bench: $(VENV)/.built $(VENV)/.test
 	$(PY) -m benchmarks.run $(BENCH_ARGS)

@@ -6,7 +6,7 @@
 | --- | --- | --- |
 | `SPARSEMLP_ISA` | portable, avx2, avx512, avx512bf16 | use this instruction set instead of the best one |
 | `SPARSEMLP_NATIVE` | 1 (default), 0 | 0: behave as if the compiled library were missing |
-| `SPARSEMLP_CACHE_DIR` | a folder | where `sparsemlp tune` and the demo keep what they made (default: the user's cache folder) |
+| `SPARSEMLP_CACHE_DIR` | a folder | where `sparsemlp tune` and the demo keep files (default: the user's cache folder) |
 """
 
 from __future__ import annotations

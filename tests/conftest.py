@@ -46,3 +46,15 @@ def use_isa(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(_native, "isa", lambda: _native.isa_names().index(name))
 
     return use
+
+
+ONE_PROCESS = ("test_cli", "test_compile_only", "test_gpu_run", "test_mutations", "test_plan")
+"""Modules whose tests share something made once, which takes long."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where pytest-xdist spreads tests over processes, those of a module that shares something stay together."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.path.stem in ONE_PROCESS:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))

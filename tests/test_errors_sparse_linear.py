@@ -79,7 +79,7 @@ BAD = {
     ),
     "scale-unwanted": (
         dict(scale=torch.ones(K)),
-        r"scale is given with float32 weights, expected it beside int8 weights only; leave it None",
+        r"scale is given with float32 weights, expected it with int8 weights only; leave it None",
     ),
     # dtypes
     "x-int": (

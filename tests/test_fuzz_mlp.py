@@ -24,7 +24,7 @@ from tests.special_values import (
     X_LAYOUTS,
     Judged,
     Special,
-    assert_alone,
+    assert_apart,
     check,
     plant,
     run,
@@ -105,12 +105,12 @@ def test_special_values_at_random(
 @NATIVE
 @FIXED
 @given(**CALL)
-def test_a_token_alone(
+def test_a_token_among_others(
     case: Case, dtype: torch.dtype, seed: int, changes: list[Special], isa: int, backend: str
 ) -> None:
     """Of up to four tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
     sample, touched = plant(build(replace(case, tokens=min(case.tokens, ALONE)), dtype, seed), changes)
-    assert_alone(sample, touched, mlp, backend, isa)
+    assert_apart(sample, touched, mlp, backend, isa)
 
 
 @pytest.mark.parametrize("wrong", [0.0, torch.inf, -torch.inf], ids=str)

@@ -22,7 +22,7 @@ from tests.special_values import (
     X_LAYOUTS,
     Judged,
     Special,
-    assert_alone,
+    assert_apart,
     check,
     plant,
     run,
@@ -83,12 +83,12 @@ def test_special_values_at_random(
 @NATIVE
 @FIXED
 @given(**CALL)
-def test_a_token_alone(
+def test_a_token_among_others(
     case: Case, dtype: torch.dtype, seed: int, changes: list[Special], isa: int, backend: str
 ) -> None:
-    """Of up to 32 tokens each has the bits that it has alone, whatever is in its mates' numbers or in the weights."""
+    """Up to 32 tokens, a token's bits do not depend on its mates' numbers, whatever is in the weights."""
     sample, touched = plant(build(replace(case, tokens=min(case.tokens, 32)), dtype, seed), changes)
-    assert_alone(sample, touched, sparse_linear, backend, isa)
+    assert_apart(sample, touched, sparse_linear, backend, isa)
 
 
 @pytest.mark.parametrize("wrong", [0.0, torch.inf, -torch.inf], ids=str)

@@ -84,6 +84,7 @@ def test_without_a_compiler_it_installs_and_says_so(source: Path, tmp_path: Path
         for folder in ("sparsemlp", "kernels")
         for path in (source / folder).rglob("*.py")
     }
+    modules |= {str(path.relative_to(source)) for path in (source / "sparsemlp" / "router").rglob("*.json")}
     package = {name for name in names if ".dist-info/" not in name}
     assert package == modules | {"sparsemlp/py.typed", "sparsemlp/_native_reason.txt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -238,7 +238,8 @@ def test_the_density_of_recent_calls_decides() -> None:
 
 @NEEDS_LIBRARY
 def test_a_layer_never_seen_is_taken_to_be_dense() -> None:
-    assert math.isnan(decide.observed_density(torch.empty(F, D)))
+    fresh = torch.empty(F * D + 3)[3:].view(F, D)  # no weight ever began at such an address
+    assert math.isnan(decide.observed_density(fresh))
 
 
 def test_a_library_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
 from sparsemlp.ops import _sparse_linear_native as sparse_linear
 from sparsemlp.ops._products import neuron_linear, rows_linear
-from sparsemlp.reference.gated_mlp import gated_mlp as reference
 from sparsemlp.reference.gated_mlp import gemm_bias, input_kept
 from sparsemlp.router.decide import fused_tokens
 

@@ -157,7 +157,7 @@ def _check_tensors(x: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tens
         check_like("weight_t", weight_t, x)
         if scale is not None:
             raise ValueError(
-                f"scale is given with {dtype_text(weight_t)} weights, expected it beside int8 weights only; leave it None"
+                f"scale is given with {dtype_text(weight_t)} weights, expected it with int8 weights only; leave it None"
             )
     elif weight_t.device != x.device or weight_t.layout != torch.strided:
         where = f"{weight_t.layout} on {weight_t.device}"
