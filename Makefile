@@ -29,7 +29,7 @@ PIP := $(PY) -m pip --disable-pip-version-check -q
 PINNED := -c requirements/constraints.txt -c $(VENV)/torch.txt
 CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 20
 # Two threads each, so that parallel regions are tested; waiting ones leave their core to the other processes.
-PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(JOBS)
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
 
 .PHONY: demo test test-full sanitize bench lint readme clean distclean

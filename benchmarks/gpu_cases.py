@@ -280,6 +280,10 @@ def full() -> Iterator[Case]:
     for tokens, dtype in itertools.product((1, 8), DTYPES):
         yield Case("gated_mlp decode", dtype, "silu", tokens, 8192, 28672)
         yield Case("gated_mlp decode", dtype, "silu", tokens, *ODD)
+    for tokens in (1, 8):  # the first two launches of the next ones, under the operator's name
+        yield from _cases(
+            "sparse_linear decode", DTYPES, ("identity",), tokens=tokens, options=("per_neuron",)
+        )
     for option, tokens in itertools.product(("gate", "up", "product"), (1, 8)):
         options = (*OPTIONS, "input", option)
         yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=options)

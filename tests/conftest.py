@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +54,17 @@ ONE_PROCESS = ("test_cli", "test_compile_only", "test_gpu_run", "test_mutations"
 """Modules whose tests share something made once, which takes long."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where pytest-xdist spreads tests over processes, those of a module that shares something stay together."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path.stem in ONE_PROCESS:
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where pytest-xdist spreads tests over processes, those of a module that shares something stay together.
+
+    Its own way, `--dist loadgroup`, does nothing under pytest 9.2 (pytest-xdist 3.8, issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return module if Path(module).stem in ONE_PROCESS else nodeid
+
+    return Scheduling(config, log)

@@ -276,19 +276,22 @@ def test_frozen_keeps_the_first_choice_of_a_layer_and_number_of_tokens(
 
 @NEEDS_LIBRARY
 def test_threads_that_meet_a_layer_at_once_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The density changes under them: whoever is first decides for all."""
-    counter = iter(range(10**6))
-    monkeypatch.setattr(decide, "observed_density", lambda weight: float(next(counter) % 2))
+    """All of them look, find nothing, and see different densities: whoever is first decides for all."""
+    counter, looking = iter(range(16)), threading.Barrier(16)
+
+    def density(weight: Tensor) -> float:
+        looking.wait(timeout=60)
+        return float(next(counter) % 2)
+
+    monkeypatch.setattr(decide, "observed_density", density)
     monkeypatch.setattr(decide, "_frozen", {})
     args = arguments(64)
     found: list[Any] = []
+
+    def work() -> None:
+        found.extend(OP.select(args, "auto") for _ in range(50))
+
     with using(flat(sparse=(10.0, 200.0, 300.0), dense=5.0, pytorch=1e6), "frozen"):
-        barrier = threading.Barrier(16)
-
-        def work() -> None:
-            barrier.wait()
-            found.extend(OP.select(args, "auto") for _ in range(50))
-
         workers = [threading.Thread(target=work) for _ in range(16)]
         for w in workers:
             w.start()

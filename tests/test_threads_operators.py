@@ -26,15 +26,15 @@ Call = Callable[[], Tensor]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads")]
 
 
-def _gated_mlp(tokens: int, dtype: torch.dtype, **more: object) -> Call:
+def _gated_mlp(tokens: int, dtype: torch.dtype, backend: str = "native", **more: object) -> Call:
     case = cases.Case("threads", tokens=tokens, biases="gud", mean="mean+out", **{**WIDE, **more})
     sample = cases.build(case, dtype)
-    return lambda: sample.run(sparsemlp.gated_mlp, backend="native")
+    return lambda: sample.run(sparsemlp.gated_mlp, backend=backend)
 
 
-def _mlp(tokens: int, dtype: torch.dtype, **more: object) -> Call:
+def _mlp(tokens: int, dtype: torch.dtype, backend: str = "native", **more: object) -> Call:
     sample = mlp_cases.build(mlp_cases.Case("threads", tokens=tokens, biases="io", **{**WIDE, **more}), dtype)
-    return lambda: sample.run(sparsemlp.mlp, backend="native")
+    return lambda: sample.run(sparsemlp.mlp, backend=backend)
 
 
 def _sparse_linear(tokens: int, dtype: torch.dtype, **more: object) -> Call:
@@ -79,6 +79,20 @@ def different(call: Call, expected: Tensor, times: int) -> int:
         return sum(not torch.equal(call(), expected) for _ in range(times))
 
 
+def at_once(calls: list[Call], times: list[int]) -> list[int]:
+    """`different` of each call against itself made serially, in a Python thread each, which begin together."""
+    with ThreadPoolExecutor(1) as pool, torch.inference_mode():
+        serial = [pool.submit(call).result() for call in calls]
+    together = threading.Barrier(len(calls))
+
+    def repeat(call: Call, expected: Tensor, count: int) -> int:
+        together.wait()
+        return different(call, expected, count)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(repeat, calls, serial, times))
+
+
 @NATIVE
 @pytest.mark.parametrize("count", [1, 2])
 def test_many_python_threads_at_once(count: int, backend: str) -> None:
@@ -86,16 +100,25 @@ def test_many_python_threads_at_once(count: int, backend: str) -> None:
     torch.set_num_threads(count)
     names = [*CALLS, *CALLS][:PYTHON_THREADS]
     calls = [CALLS[name](1 + i % 4, cases.DTYPES[i % len(cases.DTYPES)]) for i, name in enumerate(names)]
-    with ThreadPoolExecutor(1) as pool, torch.inference_mode():
-        serial = [pool.submit(call).result() for call in calls]
-    together = threading.Barrier(PYTHON_THREADS)
+    assert at_once(calls, [TIMES] * PYTHON_THREADS) == [0] * PYTHON_THREADS
 
-    def repeat(call: Call, expected: Tensor) -> int:
-        together.wait()
-        return different(call, expected, TIMES)
 
-    with ThreadPoolExecutor(PYTHON_THREADS) as pool:
-        assert list(pool.map(repeat, calls, serial)) == [0] * PYTHON_THREADS
+@NATIVE
+@pytest.mark.parametrize("count", [1, 2])
+def test_many_python_threads_and_a_frozen_router(count: int, backend: str) -> None:
+    """`auto` too, once its choices hold for good: of few tokens and of so many that it has a choice."""
+    torch.set_num_threads(count)
+    cases_of = [
+        (build, tokens, dtype)
+        for build in (_gated_mlp, _mlp)
+        for tokens in (1, 4, 40, 140)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert len(cases_of) == PYTHON_THREADS
+    with sparsemlp.set_router("frozen"):
+        calls = [build(tokens, dtype, backend="auto") for build, tokens, dtype in cases_of]
+        found = at_once(calls, [TIMES if tokens <= 4 else TIMES // 40 for _, tokens, _ in cases_of])
+    assert found == [0] * PYTHON_THREADS
 
 
 @NATIVE

@@ -1,5 +1,5 @@
 // The MLPs for many tokens: dense products, and what is not active masked between them, decided from the unrounded
-// sums. Included after panels.inl and hidden.inl; includes nothing itself.
+// sums. Included after panels.inl, hidden.inl and outputs.inl; includes nothing itself.
 //
 // Order of additions: every sum is closed after kPanelSteps steps and the parts are added in ascending order; it
 // depends on nothing but the sizes.
@@ -137,23 +137,6 @@ bool run_dense_hidden(const DenseCall& call, int64_t begin, int64_t end, float* 
     return valid;
 }
 
-// Columns [d0, d0 + n) of one token's output from its sums; whether they are finite.
-template <class S> bool finished_out(const MlpCall& call, int64_t t, int64_t d0, int64_t n, const float* sums) {
-    const S* bias = static_cast<const S*>(call.down.bias);
-    S* out = static_cast<S*>(call.out) + t * call.width + d0;
-    bool finite = true;
-    for (int64_t i = 0; i < n; ++i) {
-        float sum = sums[i];
-        finite &= fabsf(sum) <= 3.402823466e38f; // false for NaN too
-        if (bias != nullptr)
-            sum += widen(bias[d0 + i]);
-        if (call.skipped_out != nullptr)
-            sum += call.skipped_out[d0 + i];
-        narrow(sum, out + i);
-    }
-    return finite;
-}
-
 // sums[T][2 · kPanel] = tokens [t0, t0 + T) · columns [d0, d0 + n) of the down projection.
 template <class S, class W>
 void dense_columns(const DenseCall& call, int64_t t0, int64_t T, int64_t d0, int64_t n, float* panels, float* sums) {
@@ -194,7 +177,8 @@ void run_dense_down(const DenseCall& call, int64_t begin, int64_t end, float* sc
             const int64_t n = end - d0 < kWide ? end - d0 : kWide;
             dense_columns<S, W>(call, t0, T, d0, n, panels, sums);
             for (int64_t t = 0; t < T; ++t)
-                finite[t0 + t] &= finished_out<S>(call.mlp, t0 + t, d0, n, sums + t * kWide);
+                finite[t0 + t] &= finish_columns<S>(call.mlp, sums + t * kWide, d0, n,
+                                                    static_cast<S*>(call.mlp.out) + (t0 + t) * call.mlp.width + d0);
         }
     }
 }

@@ -14,9 +14,11 @@
 // weights'.
 template <class S, class W> struct Slot {
     static constexpr bool kInt8 = sizeof(W) == 1;
+    static constexpr int64_t kTogether = 8; // so many tokens or fewer are compared with their thresholds side by side
     const MlpCall& call;
     const Indicator indicator;
     const int64_t slot, T, D;
+    const bool whole;    // whether the down rows are added whole
     float* const acc;    // [T][padded(D)]: the open chain
     float* const closed; // [T][padded(D)]: the sum of the closed ones
     float* const act;    // [batch][T]: what the indicator computes for every neuron; compacted in place
@@ -31,7 +33,7 @@ template <class S, class W> struct Slot {
     bool valid = true;
 
     Slot(const MlpCall& c, int64_t s)
-        : call(c), indicator(c.rule.indicator), slot(s), T(c.tokens), D(c.width),
+        : call(c), indicator(c.rule.indicator), slot(s), T(c.tokens), D(c.width), whole(whole_rows(T, D)),
           acc(c.scratch + s * slot_floats(T, D)), closed(acc + T * padded(D)), act(closed + T * padded(D)),
           index(reinterpret_cast<int32_t*>(act + kBatchValues)),
           mask(reinterpret_cast<uint32_t*>(index + batch_neurons(T))) {
@@ -182,10 +184,6 @@ template <class S, class W> struct Slot {
             activate(out, n * T, call.rule.activation, call.rule.params);
     }
 
-    uint32_t want_one(float a, float m, float threshold, bool zeros) const {
-        return kept_at(m, limit_of(call.rule, threshold, 0)) && (zeros || a != 0.f);
-    }
-
     // Bits of the tokens that want a neuron with these values; by the product, `u` holds the other factor. Reads a
     // vector past the last token: there is scratch behind.
     uint32_t want(const float* a, const float* u, float threshold, bool zeros) const {
@@ -196,13 +194,29 @@ template <class S, class W> struct Slot {
                 for (int64_t i = 0; i < V::W; ++i)
                     limits[i] = t + i < T ? limit_of(call.rule, threshold, t + i) : 0.f;
             const typename V::F limit = call.rule.token_scale != nullptr ? V::load(limits) : V::set1(threshold);
-            const typename V::F value = V::load(a + t);
-            typename V::F m = value;
-            if (u != nullptr)
-                m = V::fma(value, V::load(u + t), V::zero());
-            wanted |= V::kept(m, value, limit, zeros) << t;
+            wanted |= kept(a + t, u != nullptr ? u + t : nullptr, limit, zeros) << t;
         }
         return T < 32 ? wanted & ((1u << T) - 1) : wanted;
+    }
+
+    static uint32_t kept(const float* a, const float* u, typename V::F limit, bool zeros) {
+        const typename V::F value = V::load(a);
+        return V::kept(u != nullptr ? V::fma(value, V::load(u), V::zero()) : value, value, limit, zeros);
+    }
+
+    // The same for n neurons that lie together and one threshold: whole vectors of (neuron, token). wanted[i] for each.
+    void want_together(int64_t n, const float* a, const float* u, float threshold, bool zeros, uint32_t* wanted) const {
+        uint8_t bits[kBlock * kTogether / 8 + V::W / 8 + 4];
+        const typename V::F limit = V::set1(threshold);
+        for (int64_t i = 0; i < n * T; i += V::W) {
+            const uint32_t found = kept(a + i, u != nullptr ? u + i : nullptr, limit, zeros);
+            memcpy(bits + i / 8, &found, V::W / 8);
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            uint16_t part;
+            memcpy(&part, bits + i * T / 8, sizeof part);
+            wanted[i] = part >> (i * T % 8) & ((1u << T) - 1);
+        }
     }
 
     // Appends the active ones of neurons [j0, j0 + n), whose values are at act[(at + i) * T], to the list. By the
@@ -211,24 +225,48 @@ template <class S, class W> struct Slot {
         const Thresholding& rule = call.rule;
         // Whether a zero activation is active: with means it is; by up, the activations are not known yet.
         const bool zeros = rule.skipped_mean != nullptr || indicator == Indicator::up;
-        const bool product = indicator == Indicator::product;
+        uint32_t wanted[kBlock];
+        float* const values = act + at * T;
+        if (T <= kTogether && rule.threshold_step == 0 && rule.token_scale == nullptr) {
+            valid &= rule.threshold[0] >= 0.f;
+            want_together(n, values, also, rule.threshold[0], zeros, wanted);
+        } else {
+            for (int64_t i = 0; i < n; ++i) {
+                const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
+                valid &= threshold >= 0.f;
+                wanted[i] = want(values + i * T, also != nullptr ? also + i * T : nullptr, threshold, zeros);
+            }
+        }
+        if (also != nullptr)
+            for (int64_t i = 0; i < n * T; ++i)
+                values[i] *= also[i];
         for (int64_t i = 0; i < n; ++i) {
-            const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
-            valid &= threshold >= 0.f;
-            float *a = act + (at + i) * T, *to = act + found * T; // never ahead of what is still to be read
-            const uint32_t wanted = T == 1 ? want_one(*a, product ? *a * also[i] : *a, threshold, zeros)
-                                           : want(a, product ? also + i * T : nullptr, threshold, zeros);
-            if (product)
-                for (int64_t t = 0; t < T; ++t)
-                    to[t] = a[t] * also[i * T + t];
-            else if (to != a)
-                memcpy(to, a, T * sizeof(float));
+            move_values(values + i * T, act + found * T); // never ahead of what is still to be read
             index[found] = static_cast<int32_t>(j0 + i);
-            mask[found] = wanted;
-            found += wanted != 0;
-            active += __builtin_popcount(wanted);
+            mask[found] = wanted[i];
+            found += wanted[i] != 0;
+            active += __builtin_popcount(wanted[i]);
         }
         return found;
+    }
+
+    // A neuron's T values to a place before them, or their own. No call for a few: there is one for every neuron.
+    void move_values(const float* from, float* to) const {
+        if (T == 1) {
+            *to = *from;
+            return;
+        }
+        int64_t t = 0;
+        for (float part[4]; t + 4 <= T; t += 4) {
+            memcpy(part, from + t, sizeof part);
+            memcpy(to + t, part, sizeof part);
+        }
+        for (float part[2]; t + 2 <= T; t += 2) {
+            memcpy(part, from + t, sizeof part);
+            memcpy(to + t, part, sizeof part);
+        }
+        if (t < T)
+            to[t] = from[t];
     }
 
     // The list's entries [g, g + count) become h: zero where a token does not want the neuron. `second`: the other
@@ -253,9 +291,9 @@ template <class S, class W> struct Slot {
         }
     }
 
-    // How many rows of the list from g on go together: at most group_rows(T), of one chain.
+    // How many rows of the list from g on go together: at most group_rows, of one chain.
     int64_t group_size(int64_t g, int64_t found) const {
-        const int64_t most = group_rows(T);
+        const int64_t most = group_rows(T, D, sizeof(W), whole);
         int64_t count = 1;
         while (count < most && g + count < found && chain_of(index[g + count]) == chain)
             ++count;
@@ -271,8 +309,8 @@ template <class S, class W> struct Slot {
         else
             dots_any(
                 count, [&](int64_t i) { return row(m, at(i)); },
-                [&](int64_t i) { // a single token's down rows, of which there are few, else the rows of the next tile
-                    return T > 1 && i + ahead < count ? row(m, at(i + ahead)) : downs[i];
+                [&](int64_t i) { // the down rows, if they are read whole next, else the rows of the next tile
+                    return !whole && i + ahead < count ? row(m, at(i + ahead)) : downs[i];
                 },
                 out);
         scale_and_bias(m, count, at, out);
@@ -312,18 +350,18 @@ template <class S, class W> struct Slot {
             for (int64_t i = 0; i < count; ++i)
                 downs[i] = row(call.down, index[g + i]);
             const int64_t next = g + count < found ? g + count : g;
-            next_rows<W>(T, count, found - next, [&](int64_t i) { return row(next_read, index[next + i]); }, soon);
+            next_rows<W>(whole, count, found - next, [&](int64_t i) { return row(next_read, index[next + i]); }, soon);
             if (m != nullptr)
                 second_values(*m, g, count, downs, second);
             finish_hidden(g, count, m != nullptr ? second : nullptr);
             const int64_t left = indicator == Indicator::up ? drop_unwanted(g, count, downs) : count;
-            axpy_tokens(downs, act + g * T, T, left, acc_of, D, soon);
+            axpy_tokens(downs, act + g * T, T, left, acc_of, D, whole, soon);
         }
     }
 
     bool run() {
         const int64_t capacity = batch_neurons(T);
-        float also[kBlock * kMaxTokens + V::W]; // a vector past the last token is read
+        float also[kBlock * kMaxTokens + V::W]; // a vector past the last value is read
         int64_t at = 0, found = 0;              // rows of act in use, and how many of them are active
         for (int64_t j0 = slot * kBlock; j0 < call.neurons; j0 += call.slots * kBlock) {
             const int64_t n = call.neurons - j0 < kBlock ? call.neurons - j0 : kBlock;
@@ -333,7 +371,7 @@ template <class S, class W> struct Slot {
             }
             at = found;
             block(j0, n, act + at * T, also);
-            found = compact(j0, n, at, found, also);
+            found = compact(j0, n, at, found, indicator == Indicator::product ? also : nullptr);
         }
         active_rows(found);
         call.active[slot] += active;
@@ -349,31 +387,6 @@ template <class S, class W> struct Slot {
 };
 
 template <class S, class W> bool run_slot(const MlpCall& call, int64_t slot) { return Slot<S, W>(call, slot).run(); }
-
-template <class S> bool run_reduce(const MlpCall& call, int64_t begin, int64_t end) {
-    const int64_t D = call.width, step = slot_floats(call.tokens, D);
-    S* out = static_cast<S*>(call.out);
-    const S* bias = static_cast<const S*>(call.down.bias);
-    bool finite = true;
-    for (int64_t i = begin; i < end;) {
-        const int64_t t = i / D, d0 = i % D, n = D - d0 < end - i ? D - d0 : end - i;
-        for (int64_t k = 0; k < n; ++k) {
-            const int64_t d = d0 + k;
-            const float* part = call.scratch + t * padded(D) + d;
-            float sum = part[0];
-            for (int64_t s = 1; s < call.slots; ++s)
-                sum += part[s * step];
-            finite &= fabsf(sum) <= 3.402823466e38f; // false for NaN too
-            if (bias != nullptr)
-                sum += widen(bias[d]);
-            if (call.skipped_out != nullptr)
-                sum += call.skipped_out[d];
-            narrow(sum, out + i + k);
-        }
-        i += n;
-    }
-    return finite;
-}
 
 #define SPARSEMLP_MLP_KERNELS(S)                                                                                       \
     {{run_slot<S, S>, run_slot<S, int8_t>},                                                                            \

@@ -18,6 +18,8 @@ namespace {
 
 #include "hidden.inl"
 
+#include "outputs.inl"
+
 #include "lanes.inl"
 
 #include "panels.inl"

@@ -36,12 +36,14 @@ template <class W> struct ColumnSums {
     const SparseLinearCall& call;
     const int64_t d0, n, step; // step: floats between two tokens' sums
     float *const acc, *const closed;
+    const bool whole; // rows are pieces of larger ones here: with more tokens, stretches are faster
     float* acc_of[kMaxTokens];
     int64_t chain = -1;
     bool any_closed = false;
 
     ColumnSums(const SparseLinearCall& c, int64_t from, int64_t count, float* scratch)
-        : call(c), d0(from), n(count), step((count + 63) / 64 * 64 + 32), acc(scratch), closed(scratch + kLinearSums) {
+        : call(c), d0(from), n(count), step((count + 63) / 64 * 64 + 32), acc(scratch), closed(scratch + kLinearSums),
+          whole(call.tokens <= 4 && whole_rows(call.tokens, n)) {
         for (int64_t t = 0; t < call.tokens; ++t)
             acc_of[t] = acc + t * step;
         memset(acc, 0, call.tokens * step * sizeof(float));
@@ -61,7 +63,7 @@ template <class W> struct ColumnSums {
 
     void add(int64_t segment) {
         const int64_t begin = call.begin(segment), end = begin + call.counts[segment];
-        const int64_t most = group_rows(call.tokens);
+        const int64_t most = group_rows(call.tokens, n, sizeof(W), whole);
         const W* rows[kGroup];
         const char* ahead[kGroup];
         for (int64_t g = begin, count; g < end; g += count) {
@@ -75,8 +77,9 @@ template <class W> struct ColumnSums {
             for (int64_t i = 0; i < count; ++i)
                 rows[i] = row(g + i);
             const int64_t next = g + count < end ? g + count : g;
-            next_rows<W>(call.tokens, count, end - next, [&](int64_t i) { return row(next + i); }, ahead);
-            axpy_tokens(rows, call.values + g * call.tokens, call.tokens, count, acc_of, n, ahead);
+            next_rows<W>(
+                whole_rows(call.tokens, n), count, end - next, [&](int64_t i) { return row(next + i); }, ahead);
+            axpy_tokens(rows, call.values + g * call.tokens, call.tokens, count, acc_of, n, whole, ahead);
         }
     }
 

@@ -237,7 +237,7 @@ inline void unpermute(float* acc, int64_t n) {
 constexpr int64_t kStretch = 256;
 
 // What is prefetched with a stretch of columns from k on: the same rows' next stretch, or with the last one `ahead`,
-// which was made for it. For a single token everything is one stretch.
+// which was made for it. Where rows are added whole, all is one stretch.
 struct Soon {
     const char* rows[kGroup];
     template <class W> Soon(const W* const* from, int64_t count, int64_t k, bool last, const char* const* ahead) {
@@ -246,17 +246,17 @@ struct Soon {
                            : reinterpret_cast<const char*>(from[r] + kStretch);
     }
 };
-inline int64_t stretch_end(int64_t k, int64_t n, int64_t T) { return T == 1 || n - k < kStretch ? n : k + kStretch; }
+inline int64_t stretch_end(int64_t k, int64_t n, bool whole) { return whole || n - k < kStretch ? n : k + kStretch; }
 
 // acc_of[t] += Σ_r h[r][t] · row r for T ≤ kMaxTokens tokens; h is [count][T], count ≤ kGroup. `ahead`: what to
 // prefetch with the last columns, count places.
 template <class W>
 inline void axpy_tokens(const W* const* rows, const float* h, int64_t T, int64_t count, float* const* acc_of, int64_t n,
-                        const char* const* ahead) {
+                        bool whole, const char* const* ahead) {
     constexpr int64_t kStep = V::kAxpyVecs * V::W;
     static_assert(kStretch % kStep == 0);
     for (int64_t k0 = 0, end; k0 < n; k0 = end) {
-        end = stretch_end(k0, n, T);
+        end = stretch_end(k0, n, whole);
         const Soon soon(rows, count, k0, end == n, ahead);
         for (int64_t t = 0; t < T;) {
             const int64_t left = T - t;
@@ -287,7 +287,7 @@ inline int64_t axpy_stretch(const bf16* const* rows, const uint32_t* pairs, int6
 }
 
 inline void axpy_tokens(const bf16* const* rows, const float* h, int64_t T, int64_t count, float* const* acc_of,
-                        int64_t n, const char* const* ahead) {
+                        int64_t n, bool whole, const char* const* ahead) {
     uint32_t pairs[kGroup / 2 * kMaxTokens];
     for (int64_t r = 0; r < count; r += 2)
         for (int64_t t = 0; t < T; ++t) {
@@ -298,7 +298,7 @@ inline void axpy_tokens(const bf16* const* rows, const float* h, int64_t T, int6
             pairs[r / 2 * T + t] = static_cast<uint32_t>(first.bits) << 16 | second.bits;
         }
     for (int64_t k = 0, end; k < n; k = end) {
-        end = stretch_end(k, n, T);
+        end = stretch_end(k, n, whole);
         const Soon soon(rows, count, k, end == n, ahead);
         for (int64_t t = 0; t < T;) {
             const int64_t left = T - t;
@@ -320,13 +320,13 @@ inline void axpy_tokens(const bf16* const* rows, const float* h, int64_t T, int6
 }
 #endif
 
-// What a group of `count` rows prefetches with its last columns: whole rows of the next group for a single token, whose
-// groups are small, else the first columns of a few of its rows: at(i) is row i of what is read next, of `more` rows.
-template <class W, class At> inline void next_rows(int64_t T, int64_t count, int64_t more, At at, const char** ahead) {
+// What a group of `count` rows prefetches with its last columns: the next group's rows if these are read `whole`, else
+// the first columns of a few of them: at(i) is row i of what is read next, of `more` rows.
+template <class W, class At> inline void next_rows(bool whole, int64_t count, int64_t more, At at, const char** ahead) {
     constexpr int64_t kFew = 8;
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = T == 1 ? i : i % kFew;
+        const int64_t row = whole ? i : i % kFew;
         const W* place = row < more ? at(row) : at(0);
-        ahead[i] = reinterpret_cast<const char*>(T == 1 ? place : place + i / kFew * kStretch);
+        ahead[i] = reinterpret_cast<const char*>(whole ? place : place + i / kFew * kStretch);
     }
 }

@@ -17,6 +17,7 @@ from sparsemlp import _native, activations
 from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
 from sparsemlp.ops import _sparse_linear_native as sparse_linear
+from sparsemlp.ops._checks import number_tensor
 from sparsemlp.ops._products import neuron_linear, rows_linear
 from sparsemlp.reference.gated_mlp import gemm_bias, input_kept
 from sparsemlp.router.decide import fused_tokens
@@ -52,8 +53,8 @@ def direct(
     w_gate: Tensor,
     w_up: Tensor,
     w_down_t: Tensor,
-    threshold: Tensor,
-    input_threshold: Tensor | None,
+    threshold: float | Tensor,
+    input_threshold: float | Tensor | None,
     token_scale: Tensor | None,
     skipped_mean: Tensor | None,
     skipped_out: Tensor | None,
@@ -82,14 +83,18 @@ def direct(
         or not is_plain_eager("cpu")
     ):
         return None
+    limit = number_tensor(threshold)
+    input_limit = None if input_threshold is None else number_tensor(input_threshold)
+    if limit is None or (input_limit is None) != (input_threshold is None):
+        return None
     grad = torch.is_grad_enabled()
     for t in (
         x,
         w_gate,
         w_up,
         w_down_t,
-        threshold,
-        input_threshold,
+        limit,
+        input_limit,
         token_scale,
         skipped_mean,
         skipped_out,
@@ -108,12 +113,12 @@ def direct(
         return None
     try:
         pre = None
-        if input_threshold is not None:
+        if input_limit is not None:
             if w_gate.dim() != 2 or not input_major(w_gate):
                 return None
-            pre = _sparse_gate(x, w_gate, input_threshold, scale_gate).reshape(-1, w_gate.shape[0])
+            pre = _sparse_gate(x, w_gate, input_limit, scale_gate).reshape(-1, w_gate.shape[0])
         return _fused(
-            x, w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down,
+            x, w_gate, w_up, w_down_t, limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down,
             scale_gate, scale_up, scale_down, pre, activation_params, name, decides, _native.isa(),
         )  # fmt: skip
     except RuntimeError as error:

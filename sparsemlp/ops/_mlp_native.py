@@ -12,6 +12,7 @@ from sparsemlp import _native, activations
 from sparsemlp._layout import float32_run
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
 from sparsemlp.ops import _gated_mlp_native as gated
+from sparsemlp.ops._checks import number_tensor
 from sparsemlp.reference.gated_mlp import gemm_bias
 from sparsemlp.router.decide import fused_tokens
 
@@ -30,7 +31,7 @@ def direct(
     x: Tensor,
     w_in: Tensor,
     w_out_t: Tensor,
-    threshold: Tensor,
+    threshold: float | Tensor,
     token_scale: Tensor | None,
     skipped_mean: Tensor | None,
     skipped_out: Tensor | None,
@@ -53,8 +54,11 @@ def direct(
         or not is_plain_eager("cpu")
     ):
         return None
+    limit = number_tensor(threshold)
+    if limit is None:
+        return None
     tensors = (
-        x, w_in, w_out_t, threshold, token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out,
+        x, w_in, w_out_t, limit, token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out,
         activation_params,
     )  # fmt: skip
     grad = torch.is_grad_enabled()

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsemlp import _native, activations
 from sparsemlp._layout import float32_run, in_memory
 from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
+from sparsemlp.ops._checks import number_tensor
 from sparsemlp.ops._products import neuron_linear
 from sparsemlp.reference import sparse_linear as reference
 
@@ -30,7 +31,7 @@ _fused = torch.ops.sparsemlp._sparse_linear_native.default
 def direct(
     x: Tensor,
     weight_t: Tensor,
-    threshold: Tensor,
+    threshold: float | Tensor,
     token_scale: Tensor | None,
     bias: Tensor | None,
     scale: Tensor | None,
@@ -41,7 +42,10 @@ def direct(
     """
     if torch.compiler.is_compiling() or _native.problem() is not None or not is_plain_eager("cpu"):
         return None
-    tensors = (x, weight_t, threshold, token_scale, bias, scale)
+    limit = number_tensor(threshold)
+    if limit is None:
+        return None
+    tensors = (x, weight_t, limit, token_scale, bias, scale)
     grad = torch.is_grad_enabled()
     for t in tensors:
         if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):

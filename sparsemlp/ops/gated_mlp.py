@@ -168,12 +168,7 @@ def gated_mlp(
     Source: CATS (Lee et al.), SATS; M- and D-CountDown for the indicators; TEAL (Liu et al.) for `input_threshold`;
         mean compensation and token scale as in docs/ops/gated_mlp.md.
     """
-    if (
-        isinstance(threshold, Tensor)
-        and (skipped_mean is None) == (skipped_out is None)
-        and (input_threshold is None or isinstance(input_threshold, Tensor))
-        and backend in ("auto", "native")
-    ):
+    if (skipped_mean is None) == (skipped_out is None) and backend in ("auto", "native"):
         done = native.direct(
             x, w_gate, w_up, w_down_t, threshold, input_threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up,
             b_down, scale_gate, scale_up, scale_down, activation_params, activation, indicator,

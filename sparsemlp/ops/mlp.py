@@ -145,8 +145,7 @@ def mlp(
         et al.); token scale and mean compensation as in docs/ops/mlp.md.
     """
     if (
-        isinstance(threshold, Tensor)
-        and (skipped_mean is None) == (skipped_out is None)
+        (skipped_mean is None) == (skipped_out is None)
         and input_threshold is None
         and backend in ("auto", "native")
     ):

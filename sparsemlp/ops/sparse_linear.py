@@ -117,7 +117,7 @@ def sparse_linear(
     Source: TEAL (Liu et al.) for one threshold; WINA for one per channel, t_k = τ / ‖weight_t[k]‖₂. See
         docs/ops/sparse_linear.md.
     """
-    if isinstance(threshold, Tensor) and backend in ("auto", "native"):
+    if backend in ("auto", "native"):
         done = native.direct(x, weight_t, threshold, token_scale, bias, scale)
         if done is not None:
             return done
