@@ -1,9 +1,10 @@
 """The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`. Needs GCC's libasan.
 
 Builds them into build/sanitize, beside a copy of the package and its tests, so that the library in use stays as it is;
-shows that an overrun in any operator on any instruction set is reported; then runs what tests the native backend.
-Masked AVX-512 loads are instructions that the sanitizer does not look at: an overrun in one of them is found by
-`tests/test_isa.py`, where every tensor touches a page that may not be read.
+shows that an overrun in any operator on any instruction set is reported; then runs what tests the native backend: one
+minute of compiling and three of tests on two cores. Masked AVX-512 loads are instructions that the sanitizer does not
+look at: an overrun in one of them is found by `tests/guard_pages.py`, where every tensor touches a page that may not be
+read.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "sanitize"
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow"
-# The last of these win. Python's own -fwrapv would switch the check for signed overflow off; -O1 compiles in seconds,
-# -O3 with sanitizers did not in minutes. A report does not end the process where ASAN_OPTIONS says so: OVERRUNS.
+# The last of these win. Python's own -fwrapv would switch the check for signed overflow off; -O1 compiles in a minute,
+# -O3 with sanitizers did not in several. A report does not end the process where ASAN_OPTIONS says so: OVERRUNS.
 CXX_FLAGS = f"-O1 -g1 -fno-wrapv {SANITIZERS} -fno-sanitize-recover=all -fsanitize-recover=address"
-SUITES = ("tests/test_conformance_*.py", "tests/test_fuzz_*.py", "tests/test_isa*.py")
+SUITES = (
+    "tests/test_conformance_*.py",
+    "tests/test_fuzz_*.py",
+    "tests/test_isa*.py",
+    "tests/test_guard_pages.py",
+)
 TESTS = ("-k", "native and not triton", "-m", "not slow")
 
 OVERRUNS = """

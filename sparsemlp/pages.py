@@ -16,6 +16,7 @@ from torch import Tensor, nn
 __all__ = ["use_huge_pages"]
 
 _PAGE = 2 << 20
+_LEAST = 256 << 10
 _HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE; MADV_COLLAPSE, since Linux 6.1
 
 
@@ -35,9 +36,10 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 def use_huge_pages(target: Tensor | nn.Module) -> int:
     """Asks the system to keep a CPU tensor's memory, or that of a module's parameters and buffers, in huge pages.
 
-    The values and addresses stay as they are; the pages are exchanged in place (about 2 s a GB, once). Memory that is
-    mapped from a file or shared, other devices, other systems, and a system that refuses are left as they are: this is
-    a wish, never an error. New memory (`.to(dtype)`, loading with `assign=True`) has to be asked for again.
+    The values and addresses stay as they are; the pages are exchanged in place (about 2 s a GB, once), with what else
+    lies in them: up to 4 MB more than a tensor's size are then in use. Tensors below 256 KB, memory that is mapped from
+    a file or shared, other devices, other systems, and a system that refuses are left as they are: this is a wish,
+    never an error. New memory (`.to(dtype)`, loading with `assign=True`) has to be asked for again.
 
     Args:
         target: a tensor or a module.
@@ -45,21 +47,28 @@ def use_huge_pages(target: Tensor | nn.Module) -> int:
     Returns:
         Bytes that are in huge pages now, as far as the system said so: 0 where nothing was done.
     """
+    tensors: tuple[Tensor, ...]
     if isinstance(target, nn.Module):
-        storages: dict[int, Tensor] = {}
-        for tensor in (*target.parameters(), *target.buffers()):
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-                storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return sum(use_huge_pages(tensor) for tensor in storages.values())
-    if not isinstance(target, Tensor):
+        tensors = (*target.parameters(), *target.buffers())
+    elif isinstance(target, Tensor):
+        tensors = (target,)
+    else:
         raise ValueError(f"target is {type(target).__name__}, expected a tensor or a torch.nn.Module")
     madvise = _madvise()
-    if madvise is None or target.device.type != "cpu" or target.layout != torch.strided:
+    if madvise is None:
         return 0
-    storage = target.untyped_storage()
-    begin = -(-storage.data_ptr() // _PAGE) * _PAGE
-    end = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE
-    if end <= begin:
-        return 0
-    wished = madvise(begin, end - begin, _HUGEPAGE) == 0
-    return end - begin if wished and madvise(begin, end - begin, _COLLAPSE) == 0 else 0
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == "cpu" and t.layout == torch.strided
+    }
+    huge: dict[int, bool] = {}
+    total = 0
+    for begin, size in storages.items():
+        end = begin + size
+        for page in range(begin // _PAGE * _PAGE, end, _PAGE) if size >= _LEAST else ():
+            if page not in huge:
+                huge[page] = not any(madvise(page, _PAGE, wish) for wish in (_HUGEPAGE, _COLLAPSE))
+            if huge[page]:
+                total += min(end, page + _PAGE) - max(begin, page)
+    return total

@@ -1,11 +1,14 @@
 """Shared fixtures: NaN-poisoned allocations, one ISA at a time, and PyTorch's thread count restored.
 
-Without a GPU, Triton kernels run in Triton's interpreter: it must be asked for before a kernel is defined.
+Two variables are set before the package is imported, also for the processes that tests start. Without a GPU, Triton
+kernels run in Triton's interpreter. And the cache is an empty folder, gone afterwards: routes that tests see must not
+hang on what `sparsemlp tune` once measured here.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers inherit it
+    _cache = tempfile.TemporaryDirectory(prefix="sparsemlp-tests-")
+    os.environ["SPARSEMLP_CACHE_DIR"] = _cache.name
 
 from sparsemlp import _native
 
@@ -58,8 +64,11 @@ ONE_PROCESS = ("test_cli", "test_compile_only", "test_gpu_run", "test_mutations"
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest-xdist spreads tests over processes, those of a module that shares something stay together.
 
-    Its own way, `--dist loadgroup`, does nothing under pytest 9.2 (pytest-xdist 3.8, issue 1386).
+    Its own way, `--dist loadgroup`, does nothing under pytest 9.2 (pytest-xdist 3.8, issue 1386). Another `--dist` than
+    `-n`'s is left alone.
     """
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):

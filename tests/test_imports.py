@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsemlp import _env
+
 ROOT = Path(__file__).resolve().parent.parent
 
 OPTIONAL = (
@@ -54,8 +56,10 @@ def modules(package):
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The code in a fresh interpreter, from the repository's root."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPARSEMLP_")}
+    """The code in a fresh interpreter, from the repository's root; of SPARSEMLP_ variables only the tests' cache."""
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith("SPARSEMLP_") or k == "SPARSEMLP_CACHE_DIR"
+    }
     return subprocess.run(
         [sys.executable, "-W", "ignore::UserWarning", "-c", code],
         cwd=ROOT,
@@ -126,6 +130,13 @@ def test_a_wrong_environment_variable_is_named():
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
         assert last == f"ValueError: environment variable {variable} is {value!r}, {expected}"
+
+
+def test_the_developers_own_cache_is_out_of_reach():
+    """tests/conftest.py: in this process and in those that tests start."""
+    (folder,) = check("from sparsemlp import _env; print(_env.CACHE_DIR)").splitlines()
+    assert folder == str(_env.CACHE_DIR) == os.environ["SPARSEMLP_CACHE_DIR"]
+    assert Path(folder).name.startswith("sparsemlp-tests-")
 
 
 def test_every_module_imports_without_the_optional_packages():

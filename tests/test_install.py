@@ -47,9 +47,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
-    """The command's output, with Python's path as given and no SPARSEMLP_ variable."""
+    """The command's output, with Python's path as given and of SPARSEMLP_ variables only the tests' cache."""
     inherited = {
-        k: v for k, v in os.environ.items() if not k.startswith(("SPARSEMLP_", "PYTHONPATH", "PIP_"))
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SPARSEMLP_", "PYTHONPATH", "PIP_")) or k == "SPARSEMLP_CACHE_DIR"
     }
     done = subprocess.run(command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -90,55 +90,6 @@ def test_bfloat16_rounds_to_nearest_even(isa: str, backend: str, use_isa: UseIsa
         assert torch.equal(out, (x.float() * v.float()).bfloat16())
 
 
-GUARDED = """
-import ctypes, mmap, sys, torch, sparsemlp
-libc = ctypes.CDLL(None, use_errno=True)
-PAGE = mmap.PAGESIZE
-keep = []
-
-def guarded(values, at_end):
-    # the tensor's memory touches a page that may not be read, behind it or before it
-    size = values.numel() * values.element_size()
-    pages = (size + PAGE - 1) // PAGE
-    area = mmap.mmap(-1, (pages + 2) * PAGE)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    for page in (0, pages + 1):
-        assert libc.mprotect(ctypes.c_void_p(base + page * PAGE), PAGE, 0) == 0
-    start = PAGE + (pages * PAGE - size if at_end else 0)
-    flat = torch.frombuffer(area, dtype=values.dtype, count=values.numel(), offset=start)
-    keep.append(area)
-    return flat.copy_(values.flatten()).view(values.shape)
-
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for tokens, d, f in ((1, 1, 1), (1, 33, 7), (3, 65, 9), (5, 31, 33), (32, 100, 40), (2, 577, 70), (36, 19, 5)):
-        for at_end in (True, False):
-            g = torch.Generator().manual_seed(d)
-            def make(*shape):
-                return guarded(torch.randn(*shape, generator=g).to(dtype), at_end)
-            x, w = make(tokens, d), [make(f, d) for _ in range(3)]
-            side = dict(b_gate=make(f), b_up=make(f), b_down=make(d))
-            wide = {n: guarded(torch.rand(s, generator=g), at_end)
-                    for n, s in (("threshold", f), ("token_scale", tokens), ("skipped_mean", f), ("skipped_out", d))}
-            out = sparsemlp.gated_mlp(x, *w, **side, **wide, activation="relu", backend="native")
-            assert out.isfinite().all()
-print("read nothing else")
-"""
-
-
-@NATIVE
-@EVERY_ISA
-def test_nothing_outside_the_tensors_is_read(isa: str, backend: str) -> None:
-    """Every tensor ends, or begins, at a page whose reading kills the process."""
-    run = subprocess.run(
-        [sys.executable, "-c", GUARDED],
-        env={**os.environ, "SPARSEMLP_ISA": isa},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr or f"killed by signal {-run.returncode}"
-    assert run.stdout.strip() == "read nothing else"
-
-
 @NATIVE
 @EVERY_ISA
 def test_the_environment_variable_chooses(isa: str, backend: str, use_isa: UseIsa) -> None:

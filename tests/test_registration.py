@@ -1,7 +1,10 @@
-"""The operator as PyTorch sees it: schema, fakes, autocast, compile, export, and the missing derivative."""
+"""Both MLPs as PyTorch sees them: schema, fakes, autocast, compile, export, and the missing derivative."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,99 +12,73 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsemlp
-from sparsemlp.ops.gated_mlp import OP
+from sparsemlp._op import Op
+from sparsemlp.ops.gated_mlp import OP as GATED_MLP
+from sparsemlp.ops.mlp import OP as MLP
+from tests import cases, mlp_cases
 from tests.backends import backends
-from tests.cases import Case, Sample, build
 
-EVERY_BACKEND = pytest.mark.parametrize("backend", backends(OP))
 
-CALLS = {
-    "plain": Case("plain"),
-    "many-tokens": Case("many-tokens", tokens=40),
-    "neurons": Case("neurons", density="neurons"),
-    "scale": Case("scale", scale="varied"),
-    "mean": Case("mean", mean="mean+out"),
-    "biases": Case("biases", biases="gud"),
-    "params": Case("params", activation="weird"),
-    "everything": Case(
-        "everything", density="neurons", scale="one_zero", mean="mean+out", biases="gud", activation="mix"
+@dataclass(frozen=True)
+class Mlp:
+    """An operator and where its samples come from: a module with `Case` and `build`. Both have x, weights, options."""
+
+    function: Callable[..., torch.Tensor]
+    op: Op
+    cases: ModuleType
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+    more: tuple[dict[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.op.name
+
+    def case(self, name: str, *, biases: bool = False, **options: Any) -> Any:
+        """With all biases or none."""
+        letters = "".join(b.removeprefix("b_")[0] for b in self.biases) if biases else ""
+        return self.cases.Case(name, biases=letters, **options)
+
+    def sample(self, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        return self.cases.build(self.case(name, **options), dtype)
+
+
+INT8 = (dict(name="int8", density="neurons", biases=True, int8=True),
+        dict(name="int8-many", tokens=140, mean="mean+out", int8=True))  # fmt: skip
+GATED = Mlp(
+    sparsemlp.gated_mlp, GATED_MLP, cases, ("w_gate", "w_up", "w_down_t"), ("b_gate", "b_up", "b_down")
+)
+UNGATED = Mlp(sparsemlp.mlp, MLP, mlp_cases, ("w_in", "w_out_t"), ("b_in", "b_out"), INT8)
+CALLS: tuple[dict[str, Any], ...] = (
+    dict(name="plain"),
+    dict(name="many-tokens", tokens=40),
+    dict(name="neurons", density="neurons"),
+    dict(name="scale", scale="varied"),
+    dict(name="mean", mean="mean+out"),
+    dict(name="biases", biases=True),
+    dict(name="params", activation="weird"),
+    dict(
+        name="everything", density="neurons", scale="one_zero", mean="mean+out", biases=True, activation="mix"
     ),
-    "interleaved": Case("interleaved", weights="interleaved"),
-    "strided-x": Case("strided-x", x="strided"),
-    "columns-x": Case("columns-x", x="columns"),
-    "expanded-x": Case("expanded-x", x="repeated"),
-    "empty": Case("empty", tokens=0),
-}
-
-
-def raw(sample: Sample, backend: str) -> tuple[Any, ...]:
-    """The registered operator's arguments."""
-    o = sample.options
-    return (
-        sample.x, *sample.weights, sample.threshold, o.get("input_threshold"), o.get("token_scale"),
-        o.get("skipped_mean"), o.get("skipped_out"), o.get("b_gate"), o.get("b_up"), o.get("b_down"),
-        o.get("scale_gate"), o.get("scale_up"), o.get("scale_down"), None, None, None, None,
-        o.get("activation_params"), sample.activation, sample.indicator, backend,
-    )  # fmt: skip
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("case", CALLS.values(), ids=str)
-def test_opcheck(case: Case, backend: str) -> None:
-    torch.library.opcheck(OP.overload, raw(build(case, torch.float32), backend))
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("case", CALLS.values(), ids=str)
-def test_opcheck_with_requires_grad(case: Case, backend: str) -> None:
-    """The operator has no derivative, so what runs backward cannot be part of the check."""
-    sample = build(case, torch.float32)
-    sample.x = sample.x.detach().requires_grad_(True)
-    sample.w_gate = sample.w_gate.detach().requires_grad_(True)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OP.overload, raw(sample, backend), test_utils=checks)
-
-
-@EVERY_BACKEND
-def test_backward_of_the_raw_operator_raises(backend: str) -> None:
-    sample = build(Case("raw"), torch.float32)
-    sample.x.requires_grad_(True)
-    out = OP.overload(*raw(sample, backend))
-    assert out.requires_grad
-    with pytest.raises(
-        RuntimeError, match=r"sparsemlp::gated_mlp has no derivative; call sparsemlp\.gated_mlp with"
-    ):
-        out.sum().backward()
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("case", CALLS.values(), ids=str)
-def test_fake_strides_are_the_real_ones(case: Case, backend: str) -> None:
-    sample = build(case, torch.bfloat16)
-    real = OP.overload(*raw(sample, backend))
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in raw(sample, backend)]
-    with mode:
-        fake = OP.overload(*fakes)
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-def test_meta_tensors_give_meta_tensors() -> None:
-    args = [torch.empty(s, device="meta") for s in ((2, 3, 8), (5, 8), (5, 8), (5, 8))]
-    out = sparsemlp.gated_mlp(*args, threshold=0.5)
-    assert out.device.type == "meta"
-    assert out.shape == (2, 3, 8)
-
-
-def test_the_schema_is_whole() -> None:
-    """Adding an argument later breaks exported graphs: this is the schema of the first release."""
-    assert " ".join(a.name for a in OP.overload._schema.arguments) == (
-        "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
-        "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
-        "activation indicator backend"
-    )
-    assert torch.Tag.needs_exact_strides in OP.overload.tags
-    assert not OP.overload._schema.is_mutable
+    dict(name="interleaved", weights="interleaved"),
+    dict(name="strided-x", x="strided"),
+    dict(name="columns-x", x="columns"),
+    dict(name="expanded-x", x="repeated"),
+    dict(name="empty", tokens=0),
+)
+"""The gated one's int8 weights are in test_registration_gated_mlp.py."""
+EVERY_MLP = pytest.mark.parametrize("op", [GATED, UNGATED], ids=str)
+EVERY_BACKEND = pytest.mark.parametrize(("op", "backend"), [
+    pytest.param(op, p.values[0], marks=p.marks, id=f"{op}-{p.values[0]}")
+    for op in (GATED, UNGATED)
+    for p in backends(op.op)
+])  # fmt: skip
+EVERY_CALL = pytest.mark.parametrize(("op", "case", "backend"), [
+    pytest.param(op, op.case(**call), p.values[0], marks=p.marks, id=f"{op}-{call['name']}-{p.values[0]}")
+    for op in (GATED, UNGATED)
+    for p in backends(op.op)
+    for call in (*CALLS, *op.more)
+    if not ("int8" in call and p.values[0] == "triton")  # which has no int8 weights: the conformance suite tests that
+])  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -109,34 +86,99 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, sample: Sample, backend: str) -> None:
-        super().__init__()
-        self.sample, self.backend = sample, backend
+def raw(op: Op, sample: Any, backend: str) -> tuple[Any, ...]:
+    """The registered operator's arguments."""
+    given = {**vars(sample), **sample.options, "backend": backend}
+    return tuple(given.get(a.name) for a in op.overload._schema.arguments)
 
-    def forward(self, x: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+
+@EVERY_CALL
+def test_opcheck(op: Mlp, case: Any, backend: str) -> None:
+    sample = op.cases.build(case, torch.float32)
+    torch.library.opcheck(op.op.overload, raw(op.op, sample, backend))
+
+
+@EVERY_CALL
+def test_opcheck_with_requires_grad(op: Mlp, case: Any, backend: str) -> None:
+    """The operator has no derivative, so what runs backward cannot be part of the check."""
+    sample = op.cases.build(case, torch.float32)
+    wanted = ("x",) if case.int8 else ("x", op.weights[0])
+    sample = replace(sample, **{n: getattr(sample, n).detach().requires_grad_(True) for n in wanted})
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.op.overload, raw(op.op, sample, backend), test_utils=checks)
+
+
+@EVERY_BACKEND
+def test_backward_of_the_raw_operator_raises(op: Mlp, backend: str) -> None:
+    sample = op.sample("raw")
+    sample.x.requires_grad_(True)
+    out = op.op.overload(*raw(op.op, sample, backend))
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match=rf"sparsemlp::{op} has no derivative; call sparsemlp\.{op} with"):
+        out.sum().backward()
+
+
+@EVERY_CALL
+def test_fake_strides_are_the_real_ones(op: Mlp, case: Any, backend: str) -> None:
+    arguments = raw(op.op, op.cases.build(case, torch.bfloat16), backend)
+    real = op.op.overload(*arguments)
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    with mode:
+        fake = op.op.overload(*fakes)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@EVERY_MLP
+def test_meta_tensors_give_meta_tensors(op: Mlp) -> None:
+    weights = [torch.empty(5, 8, device="meta") for _ in op.weights]
+    out = op.function(torch.empty(2, 3, 8, device="meta"), *weights, threshold=0.5)
+    assert out.device.type == "meta"
+    assert out.shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize(("op", "names"), [
+    (GATED,
+     "x w_gate w_up w_down_t threshold input_threshold token_scale skipped_mean skipped_out b_gate b_up b_down "
+     "scale_gate scale_up scale_down screen_gate screen_up screen_scale_gate screen_scale_up activation_params "
+     "activation indicator backend"),
+    (UNGATED,
+     "x w_in w_out_t threshold input_threshold token_scale skipped_mean skipped_out b_in b_out scale_in scale_out "
+     "screen_in screen_scale_in activation_params activation backend"),
+], ids=["gated_mlp", "mlp"])  # fmt: skip
+def test_the_schema_is_whole(op: Mlp, names: str) -> None:
+    """Adding an argument later breaks exported graphs: this is the schema of the first release."""
+    assert " ".join(a.name for a in op.op.overload._schema.arguments) == names
+    assert torch.Tag.needs_exact_strides in op.op.overload.tags
+    assert not op.op.overload._schema.is_mutable
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, op: Mlp, sample: Any, backend: str) -> None:
+        super().__init__()
+        self.function, self.sample, self.backend = op.function, sample, backend
+
+    def forward(self, x: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
         s = self.sample
-        return 2 * sparsemlp.gated_mlp(
+        return 2 * self.function(
             x + 1, *s.weights, threshold=threshold, activation=s.activation, backend=self.backend, **s.options
         )
 
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("mean", ["", "mean", "mean+out"])
-def test_compile_static(mean: str, backend: str) -> None:
-    sample = build(
-        Case("compiled", tokens=4, d=16, f=24, biases="gud", mean=mean, activation="mix"), torch.float32
-    )
-    layer = Layer(sample, backend)
+def test_compile_static(op: Mlp, mean: str, backend: str) -> None:
+    sample = op.sample("compiled", tokens=4, d=16, f=24, biases=True, mean=mean, activation="mix")
+    layer = Layer(op, sample, backend)
     compiled = torch.compile(layer, fullgraph=True)
     assert torch.equal(compiled(sample.x, sample.threshold), layer(sample.x, sample.threshold))
 
 
 @EVERY_BACKEND
-def test_compile_dynamic_does_not_recompile(backend: str) -> None:
+def test_compile_dynamic_does_not_recompile(op: Mlp, backend: str) -> None:
     """One graph serves every number of tokens, below and above the fused kernel's limit, and every threshold tensor."""
-    sample = build(Case("dynamic", tokens=4, d=16, f=24), torch.float32)
-    layer = Layer(sample, backend)
+    sample = op.sample("dynamic", tokens=4, d=16, f=24)
+    layer = Layer(op, sample, backend)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     compiled(sample.x, sample.threshold)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -145,18 +187,20 @@ def test_compile_dynamic_does_not_recompile(backend: str) -> None:
             assert torch.equal(compiled(x, threshold), layer(x, threshold))
 
 
-def test_compile_keeps_the_explicit_backend() -> None:
+@EVERY_MLP
+def test_compile_keeps_the_explicit_backend(op: Mlp) -> None:
     """The choice is part of the graph: a compiled call of an unavailable backend raises like an eager one."""
-    sample = build(Case("explicit", d=16, f=24), torch.float64)
-    compiled = torch.compile(Layer(sample, "native"), fullgraph=True, backend="aot_eager")
+    sample = op.sample("explicit", torch.float64, d=16, f=24)
+    compiled = torch.compile(Layer(op, sample, "native"), fullgraph=True, backend="aot_eager")
     with pytest.raises(sparsemlp.BackendUnavailableError, match=r"x is float64|native: "):
         compiled(sample.x, sample.threshold)
 
 
-def test_compile_with_gradients() -> None:
+@EVERY_MLP
+def test_compile_with_gradients(op: Mlp) -> None:
     """Under grad the differentiable composition is traced, and its gradients are eager's."""
-    sample = build(Case("trained", d=16, f=24), torch.float32)
-    layer = Layer(sample, "auto")
+    sample = op.sample("trained", d=16, f=24)
+    layer = Layer(op, sample, "auto")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     grads = []
     for run in (layer, compiled):
@@ -167,110 +211,102 @@ def test_compile_with_gradients() -> None:
 
 
 @EVERY_BACKEND
-def test_compile_a_number_as_threshold(backend: str) -> None:
-    sample = build(Case("number", d=16, f=24), torch.float32)
-
-    def run(x: torch.Tensor, threshold: float) -> torch.Tensor:
-        return sparsemlp.gated_mlp(x, *sample.weights, threshold=threshold, backend=backend)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+def test_compile_a_number_as_threshold(op: Mlp, backend: str) -> None:
+    sample = op.sample("number", d=16, f=24)
+    layer = Layer(op, sample, backend)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for threshold in (0.0, 0.1, 0.25, 3):
-        assert torch.equal(compiled(sample.x, threshold), run(sample.x, threshold))
+        assert torch.equal(compiled(sample.x, threshold), layer(sample.x, threshold))
 
 
-def test_compiled_errors_are_the_eager_ones() -> None:
+@EVERY_MLP
+def test_compiled_errors_are_the_eager_ones(op: Mlp) -> None:
     """Validation is not skipped while compiling."""
-    sample = build(Case("bad", d=16, f=24), torch.float32)
-    compiled = torch.compile(Layer(sample, "auto"), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=r"w_gate is shape \(24, 16\), expected \(F, D\) with x's D = 15"):
+    sample = op.sample("bad", d=16, f=24)
+    compiled = torch.compile(Layer(op, sample, "auto"), fullgraph=True, backend="aot_eager")
+    said = rf"{op.weights[0]} is shape \(24, 16\), expected \(F, D\) with x's D = 15"
+    with pytest.raises(Exception, match=said):
         compiled(sample.x[:, :15], sample.threshold)
 
 
 @EVERY_BACKEND
-def test_export(backend: str) -> None:
-    sample = build(Case("exported", tokens=4, d=16, f=24, biases="gud"), torch.float32)
-    layer = Layer(sample, backend)
+def test_export(op: Mlp, backend: str) -> None:
+    sample = op.sample("exported", tokens=4, d=16, f=24, biases=True)
+    layer = Layer(op, sample, backend)
     tokens = torch.export.Dim("tokens", min=2, max=256)
     program = torch.export.export(layer, (sample.x, sample.threshold), dynamic_shapes=({0: tokens}, None))
-    assert any(node.target is OP.overload for node in program.graph.nodes)
+    assert any(node.target is op.op.overload for node in program.graph.nodes)
     for count in (2, 7, 40):
         x = torch.randn(count, 16)
         assert torch.equal(program.module()(x, sample.threshold), layer(x, sample.threshold))
 
 
-@EVERY_BACKEND
+@EVERY_CALL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["everything", "many-tokens", "mean", "plain"])
-def test_autocast_casts_x_weights_and_biases_only(name: str, dtype: torch.dtype, backend: str) -> None:
-    """Thresholds, scales and means keep their float32."""
-    sample = build(CALLS[name], torch.float32)
+def test_autocast_casts_x_weights_and_biases_only(
+    op: Mlp, case: Any, dtype: torch.dtype, backend: str
+) -> None:
+    """Thresholds, scales and means keep their float32, integers stay integers."""
+    sample = op.cases.build(case, torch.float32)
     sample.threshold = sample.threshold + 1e-4
     with torch.autocast("cpu", dtype):
-        out = sample.run(sparsemlp.gated_mlp, backend=backend)
-    cast = {k: v.to(dtype) if k.startswith("b_") else v for k, v in sample.options.items()}
-    by_hand = Sample(
-        sample.x.to(dtype), *(w.to(dtype) for w in sample.weights), sample.activation, sample.threshold, cast
-    ).run(sparsemlp.gated_mlp, backend=backend)
+        out = sample.run(op.function, backend=backend)
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    options = {k: cast(v) if k.startswith("b_") else v for k, v in sample.options.items()}
+    changed = replace(sample, options=options, **{n: cast(getattr(sample, n)) for n in ("x", *op.weights)})
     assert out.dtype == dtype
-    assert torch.equal(out, by_hand)
+    assert torch.equal(out, changed.run(op.function, backend=backend))
 
 
-def test_autocast_allows_mixed_inputs_and_leaves_float64() -> None:
-    sample = build(Case("mixed"), torch.float32)
+@EVERY_MLP
+def test_autocast_allows_mixed_inputs_and_leaves_float64(op: Mlp) -> None:
+    sample = op.sample("mixed")
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = sparsemlp.gated_mlp(sample.x.bfloat16(), *sample.weights)
-        assert mixed.dtype == torch.bfloat16
-        double = sparsemlp.gated_mlp(sample.x.double(), *(w.double() for w in sample.weights))
+        assert op.function(sample.x.bfloat16(), *sample.weights).dtype == torch.bfloat16
+        double = op.function(sample.x.double(), *(w.double() for w in sample.weights))
         assert double.dtype == torch.float64
 
 
 @EVERY_BACKEND
-def test_inference_mode_gives_the_same_bits(backend: str) -> None:
-    sample = build(Case("inference", tokens=5), torch.float32)
-    out = sample.run(sparsemlp.gated_mlp, backend=backend)
+def test_inference_mode_gives_the_same_bits(op: Mlp, backend: str) -> None:
+    sample = op.sample("inference", tokens=5)
+    out = sample.run(op.function, backend=backend)
     with torch.inference_mode():
-        assert torch.equal(sample.run(sparsemlp.gated_mlp, backend=backend), out)
+        assert torch.equal(sample.run(op.function, backend=backend), out)
 
 
 @EVERY_BACKEND
-def test_lazily_negated_tensors(backend: str) -> None:
+def test_lazily_negated_tensors(op: Mlp, backend: str) -> None:
     """PyTorch may hand over a tensor whose sign is a flag, not yet applied to memory."""
-    sample = build(Case("negated", tokens=5), torch.float32)
-    expected = Sample(-sample.x, *sample.weights, sample.activation, sample.threshold).run(
-        sparsemlp.gated_mlp, backend=backend
-    )
-    sample.x = torch._neg_view(sample.x)
-    assert torch.equal(sample.run(sparsemlp.gated_mlp, backend=backend), expected)
+    sample = op.sample("negated", tokens=5)
+    expected = replace(sample, x=-sample.x).run(op.function, backend=backend)
+    lazy = replace(sample, x=torch._neg_view(sample.x))
+    assert torch.equal(lazy.run(op.function, backend=backend), expected)
 
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("tokens", [4, 40])
-def test_side_arguments_may_be_views(tokens: int, backend: str) -> None:
+def test_side_arguments_may_be_views(op: Mlp, tokens: int, backend: str) -> None:
     """Biases, thresholds, scales, means and parameters of any stride give what contiguous ones give."""
-    case = Case(
-        "views",
-        tokens=tokens,
-        density="neurons",
-        scale="varied",
-        mean="mean+out",
-        biases="gud",
-        activation="weird",
-    )
-    sample = build(case, torch.float32)
-    expected = sample.run(sparsemlp.gated_mlp, backend=backend)
+    options = dict(density="neurons", scale="varied", mean="mean+out", biases=True, activation="weird")
+    sample = op.sample("views", tokens=tokens, **options)
+    expected = sample.run(op.function, backend=backend)
 
     def spread(t: torch.Tensor) -> torch.Tensor:
         return torch.full((t.numel(), 2), torch.nan)[:, 1].copy_(t)
 
     sample.options = {name: spread(t) for name, t in sample.options.items()}
     sample.threshold = spread(sample.threshold)
-    assert torch.equal(sample.run(sparsemlp.gated_mlp, backend=backend), expected)
+    assert torch.equal(sample.run(op.function, backend=backend), expected)
     one = torch.full((1,), 0.5)
-    for name, size in (("b_gate", case.f), ("b_up", case.f), ("b_down", case.d), ("skipped_mean", case.f)):
-        sample.options[name] = one.expand(size)
-    narrow = sample.run(sparsemlp.gated_mlp, backend=backend)
+    for name in (*op.biases, "skipped_mean"):
+        sample.options[name] = one.expand(sample.options[name].shape)
+    narrow = sample.run(op.function, backend=backend)
     sample.options = {name: t.contiguous() for name, t in sample.options.items()}
-    assert torch.equal(narrow, sample.run(sparsemlp.gated_mlp, backend=backend))
+    assert torch.equal(narrow, sample.run(op.function, backend=backend))
 
 
 class _Halved(torch.Tensor):
@@ -294,10 +330,10 @@ class _Halved(torch.Tensor):
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_a_tensor_subclass_is_not_read_as_plain_memory(tokens: int, backend: str) -> None:
+def test_a_tensor_subclass_is_not_read_as_plain_memory(op: Mlp, tokens: int, backend: str) -> None:
     """Quantised and distributed tensors compute by their own rules."""
-    sample = build(Case("subclass", tokens=tokens, weights="plain"), torch.float32)
-    expected = sample.run(sparsemlp.gated_mlp, backend=backend)
-    for name in ("w_gate", "w_up", "w_down_t"):
-        changed = Sample(**{**sample.__dict__, name: _Halved(getattr(sample, name) * 2)})
-        assert torch.equal(changed.run(sparsemlp.gated_mlp, backend=backend), expected)
+    sample = op.sample("subclass", tokens=tokens, weights="plain")
+    expected = sample.run(op.function, backend=backend)
+    for name in op.weights:
+        changed = replace(sample, **{name: _Halved(getattr(sample, name) * 2)})
+        assert torch.equal(changed.run(op.function, backend=backend), expected)

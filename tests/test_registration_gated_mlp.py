@@ -60,7 +60,7 @@ def test_opcheck(case: Case, tokens: int, backend: str) -> None:
     sample.x = torch.randn(tokens, case.d)
     if "token_scale" in sample.options:
         sample.options["token_scale"] = torch.rand(tokens)
-    torch.library.opcheck(OP.overload, raw(sample, backend))
+    torch.library.opcheck(OP.overload, raw(OP, sample, backend))
 
 
 @EVERY_CALL

@@ -23,7 +23,7 @@ WIDE = dict(d=64, f=600, density="neurons", scale="varied")
 """Enough work for two threads, with a share of neurons or channels each."""
 Call = Callable[[], Tensor]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads")]
+pytestmark = pytest.mark.usefixtures("threads")
 
 
 def _gated_mlp(tokens: int, dtype: torch.dtype, backend: str = "native", **more: object) -> Call:

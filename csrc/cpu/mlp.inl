@@ -103,17 +103,24 @@ template <class S, class W> struct Slot {
         }
     }
 
+    template <int R> void dot_all(const W* const* rows, int64_t n, float* out, const char* const* soon) {
+        dot_one<W, R>(rows, n / R * R, tokens[0], D, out, soon);
+        dot_one<W, 1>(rows + n / R * R, n % R, tokens[0], D, out + n / R * R, soon + n / R * R);
+    }
+
     template <class Row, class Next> void dots_one(int64_t n, Row row, Next next, float* out) {
         if constexpr (!kInt8) {
-            constexpr int64_t R = V::kRowTileOne;
             const W* rows[kBlock];
             const char* soon[kBlock];
             for (int64_t i = 0; i < n; ++i) {
                 rows[i] = row(i);
                 soon[i] = reinterpret_cast<const char*>(next(i));
             }
-            dot_one<W, R>(rows, n / R * R, tokens[0], D, out, soon);
-            dot_one<W, 1>(rows + n / R * R, n % R, tokens[0], D, out + n / R * R, soon + n / R * R);
+            // Short rows: fewer at a time, with as many prefetched ahead (D 768, bf16: 30 GB/s with 8, 38 with 4).
+            if (D * static_cast<int64_t>(sizeof(W)) < 2048)
+                dot_all<4>(rows, n, out, soon);
+            else
+                dot_all<V::kRowTileOne>(rows, n, out, soon);
         }
     }
 
@@ -241,32 +248,13 @@ template <class S, class W> struct Slot {
             for (int64_t i = 0; i < n * T; ++i)
                 values[i] *= also[i];
         for (int64_t i = 0; i < n; ++i) {
-            move_values(values + i * T, act + found * T); // never ahead of what is still to be read
+            move_values(values + i * T, T, act + found * T); // never ahead of what is still to be read
             index[found] = static_cast<int32_t>(j0 + i);
             mask[found] = wanted[i];
             found += wanted[i] != 0;
             active += __builtin_popcount(wanted[i]);
         }
         return found;
-    }
-
-    // A neuron's T values to a place before them, or their own. No call for a few: there is one for every neuron.
-    void move_values(const float* from, float* to) const {
-        if (T == 1) {
-            *to = *from;
-            return;
-        }
-        int64_t t = 0;
-        for (float part[4]; t + 4 <= T; t += 4) {
-            memcpy(part, from + t, sizeof part);
-            memcpy(to + t, part, sizeof part);
-        }
-        for (float part[2]; t + 2 <= T; t += 2) {
-            memcpy(part, from + t, sizeof part);
-            memcpy(to + t, part, sizeof part);
-        }
-        if (t < T)
-            to[t] = from[t];
     }
 
     // The list's entries [g, g + count) become h: zero where a token does not want the neuron. `second`: the other
