@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ACTIVATIONS", "IDS", "Activation", "apply", "get"]
+__all__ = ["ACTIVATIONS", "IDS", "Activation", "apply", "get", "wide"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ def get(name: str, argument: str = "activation") -> Activation:
         raise ValueError(f"{argument} is {name!r}, expected one of: {known}") from None
 
 
+def wide(t: Tensor) -> Tensor:
+    """t in the dtype that is computed in: half precision in float32."""
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
 def apply(p: Tensor, name: str, params: Tensor | None = None, *, derivative: bool = False) -> Tensor:
     """φ(p), or φ'(p), in p's dtype; half precision is computed in float32 and rounded once.
 
@@ -164,6 +169,6 @@ def apply(p: Tensor, name: str, params: Tensor | None = None, *, derivative: boo
         derivative: φ' instead of φ.
     """
     row = get(name)
-    wide = p.float() if p.dtype in (torch.bfloat16, torch.float16) else p
-    values = () if params is None else tuple(params.to(wide.dtype).unbind())
-    return (row.derivative if derivative else row.forward)(wide, *values).to(p.dtype)
+    q = wide(p)
+    values = () if params is None else tuple(params.to(q.dtype).unbind())
+    return (row.derivative if derivative else row.forward)(q, *values).to(p.dtype)

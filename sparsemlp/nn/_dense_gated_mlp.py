@@ -17,18 +17,26 @@ from torch.nn.modules.module import _has_any_global_hook
 from sparsemlp import activations
 
 __all__ = [
+    "CALL_HOOKS",
+    "HOOKS",
+    "REPLACED",
     "Members",
     "activation_of",
+    "bare",
+    "close",
     "disturbance",
-    "is_plain",
+    "evaluated",
+    "further",
+    "is_plain_tensor",
     "is_untouched",
     "members_of",
     "obstacle",
+    "probe_linear",
     "recognised",
     "why_not",
 ]
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -37,6 +45,9 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+CALL_HOOKS = (*HOOKS, "_is_full_backward_hook")
+"""What a module shares with the one it stands for, so that hooks on either, and their handles, go on working."""
+REPLACED = "has a replaced forward (a device hook, or another library's patch)"
 _PLAIN = (Tensor, nn.Parameter)
 _ACT_NAMES = ("act_fn", "activation_fn")
 
@@ -84,28 +95,55 @@ def why_not(module: nn.Module, activation: str | None = None, params: Tensor | N
         return "has no children gate_proj, up_proj, down_proj (or gate_up_proj, down_proj)"
     if members.act is None and activation is None:
         return "has no member act_fn or activation_fn"
+    return further(module, {*members.linears, members.act}) or evaluated(
+        lambda: _computes_formula(module, members, activation, params), "down(act(gate(x)) * up(x))"
+    )
+
+
+def further(module: nn.Module, known: set[str | None]) -> str | None:
+    """What the module has beside the children `known` that may take part in its forward, in words, or None."""
     if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
         return "has parameters or buffers of its own beside its linear layers"
-    known = {*members.linears, members.act}
     for name, child in module._modules.items():
         inert = (
             child is None or type(child) is nn.Identity or (isinstance(child, nn.Dropout) and child.p == 0)
         )
         if name not in known and not inert:
             return f"has a further child {name} ({type(child).__name__})"
-    if "forward" in module.__dict__:
-        return "has a replaced forward (a device hook, or another library's patch)"
+    return REPLACED if "forward" in module.__dict__ else None
+
+
+def evaluated(probe: Callable[[], bool], formula: str) -> str | None:
+    """What is against taking a module for the formula that a probe of it confirms, in words, or None."""
     try:
-        same = _computes_formula(module, members, activation, params)
+        same = probe()
     except Exception as error:  # whatever a forward that is not ours to know may raise
         return f"could not be evaluated on a small probe ({type(error).__name__}: {error})"
-    return None if same else "computes something else than down(act(gate(x)) * up(x))"
+    return None if same else f"computes something else than {formula}"
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def probe_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    """A small float64 layer of random numbers."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, device="cpu", dtype=torch.float64)
+    for p in (layer.weight, layer.bias):
+        p.requires_grad_(False)
+        p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu"))
+    return layer
+
+
+def close(out: object, expected: Tensor) -> bool:
+    """Whether a float64 probe's output is what is expected."""
+    return (
+        isinstance(out, Tensor)
+        and out.shape == expected.shape
+        and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
+    )
+
+
+def bare(module: nn.Module) -> nn.Module:
     """A shallow copy without hooks: evaluating it neither triggers nor feeds what watches the original."""
     twin = copy.copy(module)
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         twin.__dict__[hooks] = OrderedDict()
     twin.__dict__["_modules"] = dict(module._modules)
     return twin
@@ -113,7 +151,7 @@ def _bare(module: nn.Module) -> nn.Module:
 
 def _own_activation(module: nn.Module, members: Members) -> Callable[[Tensor], Tensor]:
     act = getattr(module, str(members.act))
-    return _bare(act) if isinstance(act, nn.Module) else act
+    return bare(act) if isinstance(act, nn.Module) else act
 
 
 def _computes_formula(
@@ -127,40 +165,24 @@ def _computes_formula(
     """
     width, neurons, tokens = 3, 5, 4
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    def linear(rows: int, columns: int) -> nn.Linear:
-        layer = nn.utils.skip_init(nn.Linear, columns, rows, device="cpu", dtype=torch.float64)
-        layer.weight.copy_(draw(rows, columns))
-        layer.bias.copy_(draw(rows))
-        return layer
-
     with torch.no_grad():
-        probes = {members.gate: linear((2 if members.merged else 1) * neurons, width)}
+        probes = {members.gate: probe_linear(width, (2 if members.merged else 1) * neurons, generator)}
         if not members.merged:
-            probes[members.up] = linear(neurons, width)
-        probes[members.down] = linear(width, neurons)
-        twin = _bare(module)
+            probes[members.up] = probe_linear(width, neurons, generator)
+        probes[members.down] = probe_linear(neurons, width, generator)
+        twin = bare(module)
         twin.__dict__["_modules"].update(probes)
         if members.act is not None:
             act = _own_activation(module, members)
             (twin.__dict__["_modules"] if isinstance(act, nn.Module) else twin.__dict__)[members.act] = act
         else:
             act = lambda p: activations.apply(p, str(activation), params)  # noqa: E731
-        x = 2 * draw(1, tokens, width)
+        x = 2 * torch.randn(1, tokens, width, generator=generator, dtype=torch.float64, device="cpu")
         if members.merged:
             gate, up = probes[members.gate](x).chunk(2, dim=-1)
         else:
             gate, up = probes[members.gate](x), probes[members.up](x)
-        expected = probes[members.down](act(gate) * up)
-        out = type(module).forward(twin, x)
-        return (
-            isinstance(out, Tensor)
-            and out.shape == x.shape
-            and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
-        )
+        return close(type(module).forward(twin, x), probes[members.down](act(gate) * up))
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -193,23 +215,18 @@ def recognised(act: Callable[[Tensor], Tensor]) -> str | None:
     return None
 
 
-def _is_plain_tensor(tensor: Tensor | None) -> bool:
+def is_plain_tensor(tensor: Tensor | None) -> bool:
     """A tensor whose memory may be read, or what stands for one while torch.export traces."""
     return type(tensor) in _PLAIN or (
         torch.compiler.is_compiling() and type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
     )
 
 
-def is_plain(linear: nn.Module | None) -> bool:
-    """Whether the layer is exactly x @ weight.T + bias, so that its tensors may be used without calling it.
+def is_untouched(linear: nn.Module) -> bool:
+    """Whether a layer of a class known to be a plain product is no more than that: its tensors may be read past it.
 
     Called three times a forward, and traced by torch.compile: attribute reads only.
     """
-    return type(linear) is nn.Linear and is_untouched(linear)
-
-
-def is_untouched(linear: nn.Module) -> bool:
-    """`is_plain` for a layer whose class is known to be a plain product."""
     if (
         linear._forward_hooks
         or linear._forward_pre_hooks
@@ -220,31 +237,31 @@ def is_untouched(linear: nn.Module) -> bool:
     tensors = linear._parameters
     bias = tensors.get("bias")
     return (
-        _is_plain_tensor(tensors.get("weight"))
-        and (bias is None or _is_plain_tensor(bias))
+        is_plain_tensor(tensors.get("weight"))
+        and (bias is None or is_plain_tensor(bias))
         and "forward" not in linear.__dict__
     )
 
 
 def obstacle(child: nn.Module | None) -> str | None:
-    """`is_plain`'s reasons in words, or None."""
+    """Why the layer is not exactly x @ weight.T + bias, in words, or None."""
     if type(child) is not nn.Linear:
         kind = type(child)
         return f"is {kind.__module__}.{kind.__qualname__}, not exactly nn.Linear"
     return disturbance(child)
 
 
-def disturbance(child: nn.Module) -> str | None:
-    """`is_untouched`'s reasons in words, or None."""
-    if any(getattr(child, hooks) for hooks in _HOOKS):
+def disturbance(child: nn.Module, names: tuple[str, ...] = ("weight", "bias")) -> str | None:
+    """`is_untouched`'s reasons in words, or None; `names` are the tensors that are read past the layer."""
+    if any(getattr(child, hooks) for hooks in HOOKS):
         return "has forward or backward hooks"
     if "forward" in child.__dict__:
-        return "has a replaced forward (a device hook, or another library's patch)"
-    for name in ("weight", "bias"):
-        tensor = child._parameters.get(name)
-        if tensor is not None and not _is_plain_tensor(tensor):
+        return REPLACED
+    for name in names:
+        tensor = child._parameters.get(name, child._buffers.get(name))
+        if tensor is not None and not is_plain_tensor(tensor):
             return f"has a {name} of type {type(tensor).__name__}, not a plain tensor"
-    if child._parameters.get("weight") is None:
+    if "weight" in names and child._parameters.get("weight") is None:
         return "has no parameter weight"
     if _has_any_global_hook():
         return "is called with global module hooks"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsemlp.nn import _projections
-from sparsemlp.nn._dense_gated_mlp import _HOOKS, obstacle, recognised
+from sparsemlp.nn._dense_gated_mlp import HOOKS, evaluated, obstacle, recognised
 from sparsemlp.nn._dense_mlp import ACT_NAMES, PAIRS
 
 __all__ = ["Form", "activation_of", "draws_in_training", "form_of", "get", "why_not"]
@@ -89,11 +89,10 @@ def why_not(layer: nn.Module, form: Form) -> str | None:
     key = form, tuple((id(module), type(module), "forward" in module.__dict__) for module in layer.modules())
     known = _looked_at.get(layer)
     if known is None or known[0] != key:
-        try:
-            same = _same_with_moved_mlp(layer, form, training=False)
-            reason = None if same else "computes something else than last(act(first(x))) with its two layers"
-        except Exception as error:  # whatever a forward that is not ours to know may raise
-            reason = f"could not be evaluated on a small probe ({type(error).__name__}: {error})"
+        reason = evaluated(
+            lambda: _same_with_moved_mlp(layer, form, training=False),
+            "last(act(first(x))) with its two layers",
+        )
         known = _looked_at[layer] = key, reason
     return known[1]
 
@@ -112,7 +111,7 @@ def _without_hooks(part: Any, made: dict[int, Any]) -> Any:
         return part
     if id(part) not in made:
         twin = made[id(part)] = copy.copy(part)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             twin.__dict__[hooks] = OrderedDict()
         children = part._modules.items()
         twin.__dict__["_modules"] = {name: _without_hooks(child, made) for name, child in children}

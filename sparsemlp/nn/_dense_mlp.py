@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsemlp import activations
 from sparsemlp.nn import _projections
-from sparsemlp.nn._dense_gated_mlp import _bare, recognised
+from sparsemlp.nn._dense_gated_mlp import bare, close, evaluated, further, probe_linear, recognised
 
 __all__ = [
     "ACT_NAMES",
@@ -23,7 +23,6 @@ __all__ = [
     "draws_in_training",
     "hidden_dropouts",
     "members_of",
-    "probe_linear",
     "why_not",
 ]
 
@@ -77,7 +76,7 @@ def act_of(
     if members.act is None:
         return lambda p: activations.apply(p, str(activation), params)
     act = module._modules.get(members.act)
-    return getattr(module, members.act) if act is None else _bare(act)
+    return getattr(module, members.act) if act is None else bare(act)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -104,28 +103,9 @@ def why_not(module: nn.Module, activation: str | None = None, params: Tensor | N
         return f"has layers of sizes {first} and {last} (inputs, outputs), which are not each other's reverse"
     if members.act is None and activation is None:
         return f"has no member {', '.join(ACT_NAMES[:-1])} or {ACT_NAMES[-1]}"
-    if any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
-        return "has parameters or buffers of its own beside its linear layers"
-    known = {*members.linears, members.act, *members.dropouts}
-    for name, child in module._modules.items():
-        if name not in known and child is not None and type(child) is not nn.Identity:
-            return f"has a further child {name} ({type(child).__name__})"
-    if "forward" in module.__dict__:
-        return "has a replaced forward (a device hook, or another library's patch)"
-    try:
-        same = _computes_formula(module, members, activation, params)
-    except Exception as error:  # whatever a forward that is not ours to know may raise
-        return f"could not be evaluated on a small probe ({type(error).__name__}: {error})"
-    return None if same else "computes something else than last(act(first(x)))"
-
-
-def probe_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """A small float64 layer of random numbers."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, device="cpu", dtype=torch.float64)
-    for p in (layer.weight, layer.bias):
-        p.requires_grad_(False)
-        p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu"))
-    return layer
+    return further(module, {*members.linears, members.act, *members.dropouts}) or evaluated(
+        lambda: _computes_formula(module, members, activation, params), "last(act(first(x)))"
+    )
 
 
 def _computes_formula(
@@ -135,7 +115,7 @@ def _computes_formula(
     with torch.no_grad():
         twin, x, (first, last) = _twin(module, members)
         act = act_of(module, members, activation, params)
-        return _close(type(module).forward(twin, x), last(act(first(x))))
+        return close(type(module).forward(twin, x), last(act(first(x))))
 
 
 def _twin(module: nn.Module, members: Members) -> tuple[nn.Module, Tensor, tuple[nn.Linear, nn.Linear]]:
@@ -143,11 +123,11 @@ def _twin(module: nn.Module, members: Members) -> tuple[nn.Module, Tensor, tuple
     width, neurons, tokens = 3, 5, 4
     generator = torch.Generator().manual_seed(0)
     layers = probe_linear(width, neurons, generator), probe_linear(neurons, width, generator)
-    twin = _bare(module)
+    twin = bare(module)
     twin.__dict__["training"] = False
     twin.__dict__["_modules"].update(zip(members.linears, layers, strict=True))
     for name in members.dropouts:
-        child = _bare(module._modules[name])  # type: ignore[arg-type]
+        child = bare(module._modules[name])  # type: ignore[arg-type]
         child.__dict__["training"] = False
         twin.__dict__["_modules"][name] = child
     if members.act is not None:
@@ -155,14 +135,6 @@ def _twin(module: nn.Module, members: Members) -> tuple[nn.Module, Tensor, tuple
         (twin.__dict__["_modules"] if isinstance(act, nn.Module) else twin.__dict__)[members.act] = act
     x = 2 * torch.randn(1, tokens, width, generator=generator, dtype=torch.float64, device="cpu")
     return twin, x, layers
-
-
-def _close(out: object, expected: Tensor) -> bool:
-    return (
-        isinstance(out, Tensor)
-        and out.shape == expected.shape
-        and torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
-    )
 
 
 def draws_in_training(
@@ -176,7 +148,7 @@ def draws_in_training(
         twin, x, (first, last) = _twin(module, members)
         twin.__dict__["training"] = True
         act = act_of(module, members, activation, params)
-        return not _close(type(module).forward(twin, x), last(act(first(x))))
+        return not close(type(module).forward(twin, x), last(act(first(x))))
 
 
 class _Marker(nn.Module):
@@ -195,8 +167,8 @@ def hidden_dropouts(
         twin, x, (first, last) = _twin(module, members)
         act = act_of(module, members, activation, params)
         for name in members.dropouts:
-            marked = _bare(twin)
+            marked = bare(twin)
             marked.__dict__["_modules"][name] = _Marker()
-            if _close(type(module).forward(marked, x), last(3 * act(first(x)))):
+            if close(type(module).forward(marked, x), last(3 * act(first(x)))):
                 found.append(name)
     return tuple(found)

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from sparsemlp._layout import has_columns, has_rows
 from sparsemlp.nn import _dense_inline_mlp as inline
-from sparsemlp.nn import _projections, _weights
-from sparsemlp.nn._dense_gated_mlp import disturbance, is_untouched
-from sparsemlp.nn._thresholded import warn_dense
+from sparsemlp.nn import _projections
+from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS, disturbance, is_untouched
+from sparsemlp.nn._thresholded import warn
 from sparsemlp.nn._thresholds import checked_mean, checked_threshold
-from sparsemlp.nn.mlp import CALL_HOOKS, SparseMLP
+from sparsemlp.nn.mlp import SparseMLP
 
 __all__ = ["InlineAct", "InlineFirst", "InlineLast", "InlineMLP"]
 
@@ -120,10 +121,10 @@ class InlineMLP(SparseMLP):
         first, act, last = self._parts
         if self._dense_only or self._drops() or _has_any_global_hook() or not self._standing():
             return False
-        if not (is_untouched(first) and is_untouched(last)) or _weights.is_watched(act):
+        if not (is_untouched(first) and is_untouched(last)) or _projections.is_watched(act):
             return False
-        w_in, w_out = _weights.tensors(first)[0], _weights.tensors(last)[0]
-        return w_in.dtype is w_out.dtype and _weights.has_rows(w_in) and _weights.has_columns(w_out)
+        w_in, w_out = _projections.tensors(first)[0], _projections.tensors(last)[0]
+        return w_in.dtype is w_out.dtype and has_rows(w_in) and has_columns(w_out)
 
     def _why_dense(self) -> str | None:
         form = self.form
@@ -133,16 +134,16 @@ class InlineMLP(SparseMLP):
             reason = disturbance(part)
             if reason is not None:
                 return f"{path} {reason}"
-        if _weights.is_watched(self._parts[1]):
+        if _projections.is_watched(self._parts[1]):
             return f"{form.act} has forward or backward hooks"
-        w_in, w_out = (_weights.tensors(self._parts[i])[0] for i in (0, 2))
+        w_in, w_out = (_projections.tensors(self._parts[i])[0] for i in (0, 2))
         if w_in.dtype is not w_out.dtype:
             return f"{form.first}.weight is {w_in.dtype} and {form.last}.weight {w_out.dtype} (they must be the same)"
         for path, layer, by_column in (
             (form.first, self._replaced[0], False),
             (form.last, self._replaced[2], True),
         ):
-            reason = _weights.misplaced(layer, by_column=by_column)
+            reason = _projections.misplaced(layer, by_column=by_column)
             if reason is not None:
                 return f"{path}.{reason}"
         return None
@@ -173,9 +174,9 @@ class InlineFirst(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         mlp: Any = self._modules["mlp"]
         if mlp.fuses(self):
-            return mlp(x) if _weights.is_watched(mlp) else mlp._forward_fused(x)
+            return mlp(x) if _projections.is_watched(mlp) else mlp._forward_fused(x)
         if not (mlp._warned or mlp._dense_only or mlp._drops()):
-            warn_dense(mlp)
+            warn(mlp)
         return super().forward(x)
 
 

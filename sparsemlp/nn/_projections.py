@@ -1,30 +1,38 @@
-"""The two layers of an ungated MLP: what they are, their tensors, and how these are stored.
+"""The layers of an MLP that are read past: what they are, their tensors, and how these are stored.
 
-A layer is `nn.Linear`, `Int8Linear`, or a class that computes x @ weight + bias (`Conv1D` of GPT-2), which stores its
-weight the other way round and is known by evaluating it.
+A layer is `nn.Linear`, `Int8Linear`, or, in an ungated MLP, of a class that computes x @ weight + bias (`Conv1D` of
+GPT-2), which stores its weight the other way round and is known by evaluating it.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
-from sparsemlp.nn import _weights
+from sparsemlp._layout import has_columns, has_rows
+from sparsemlp.nn import _dense_gated_mlp as dense
 from sparsemlp.nn.int8_linear import Int8Linear
 
 __all__ = [
+    "change",
+    "device_of",
     "is_plain",
     "is_projection",
+    "is_watched",
     "kind_of",
+    "misplaced",
     "obstacle",
     "own_weight",
     "sizes",
     "store",
     "stored_by_input",
+    "tensors",
 ]
+
+_KNOWN = (nn.Linear, Int8Linear)
 
 _BY_INPUT: dict[type, bool] = {nn.Linear: False, Int8Linear: False}
 """Classes that were looked at: whether their weight is (inputs, outputs)."""
@@ -75,24 +83,60 @@ def _multiplies_by_weight(layer: nn.Module) -> bool:
 
 def kind_of(layer: nn.Module | None) -> type:
     """The layer's class where it is a plain product, else the one that is expected of it."""
-    known = layer is not None and (type(layer) in (nn.Linear, Int8Linear) or stored_by_input(layer))
+    known = layer is not None and (type(layer) in _KNOWN or stored_by_input(layer))
     return type(layer) if known else nn.Linear
 
 
-def is_plain(layer: nn.Module | None, kind: type) -> bool:
-    """Whether it is of the class `kind` (see `kind_of`) and its tensors may be used without calling it."""
-    if type(layer) is not kind:
+def tensors(layer: nn.Module | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A plain layer's weight, bias and scale, without the cost of attribute look-up in `nn.Module`."""
+    parameters: dict[str, Any] = layer._parameters  # type: ignore[union-attr]
+    if type(layer) is Int8Linear:
+        buffers: dict[str, Any] = layer._buffers
+        return buffers["qweight"], parameters["bias"], buffers["scale"]
+    return parameters["weight"], parameters["bias"], None
+
+
+def is_watched(layer: nn.Module | None) -> bool:
+    """Whether a call of the layer would call hooks."""
+    return layer is not None and bool(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    )
+
+
+def change(name: str, child: nn.Module | None, *kinds: type) -> str | None:
+    """Why the child, which is to be of one of `kinds` and without hooks, may not be left out, in words, or None."""
+    if type(child) not in kinds:
+        return f"{name} was replaced by {type(child).__name__}"
+    return f"{name} has forward or backward hooks" if is_watched(child) else None
+
+
+def is_plain(layer: nn.Module | None, kind: type | None = None) -> bool:
+    """Whether the layer is exactly its product, so that its tensors may be used without calling it.
+
+    It must be of the class `kind` (see `kind_of`), or, without one, `nn.Linear` or `Int8Linear`.
+    """
+    own = type(layer)
+    if own is not kind and (kind is not None or own not in _KNOWN):
         return False
-    return _weights.is_plain(layer) if kind is Int8Linear else dense_gated_mlp.is_untouched(layer)  # type: ignore[arg-type]
+    if own is not Int8Linear:
+        return dense.is_untouched(layer)  # type: ignore[arg-type]
+    bias, is_plain_tensor = layer._parameters["bias"], dense.is_plain_tensor  # type: ignore[union-attr]
+    return (
+        not is_watched(layer)
+        and "forward" not in layer.__dict__
+        and is_plain_tensor(layer._buffers["qweight"])  # type: ignore[union-attr]
+        and is_plain_tensor(layer._buffers["scale"])  # type: ignore[union-attr]
+        and (bias is None or is_plain_tensor(bias))
+    )
 
 
-def obstacle(layer: nn.Module | None, kind: type) -> str | None:
+def obstacle(layer: nn.Module | None, kind: type | None = None) -> str | None:
     """`is_plain`'s reasons in words, or None."""
-    if type(layer) is kind and kind is not Int8Linear:
-        return dense_gated_mlp.disturbance(layer)  # type: ignore[arg-type]
-    if type(layer) is not kind and kind_of(layer) is type(layer):
+    if kind is not None and type(layer) is not kind and kind_of(layer) is type(layer):
         return f"was replaced by {type(layer).__name__} (set_thresholds takes it over)"
-    return _weights.obstacle(layer)
+    if type(layer) is Int8Linear:
+        return dense.disturbance(layer, ("qweight", "bias", "scale"))
+    return dense.disturbance(layer) if type(layer) is kind else dense.obstacle(layer)  # type: ignore[arg-type]
 
 
 def own_weight(layer: nn.Module | None) -> Tensor | None:
@@ -111,7 +155,7 @@ def store(layer: nn.Module | None, *, by_column: bool) -> bool:
     The old storage is freed unless somebody else holds it.
     """
     weight = own_weight(layer)
-    if weight is None or (_weights.has_columns if by_column else _weights.has_rows)(weight):
+    if weight is None or (has_columns if by_column else has_rows)(weight):
         return False
     with torch.no_grad():
         moved = weight.data.t().contiguous().t() if by_column else weight.data.contiguous()
@@ -120,3 +164,25 @@ def store(layer: nn.Module | None, *, by_column: bool) -> bool:
         else:
             weight.data = moved
     return True
+
+
+def misplaced(layer: nn.Module | None, *, by_column: bool) -> str | None:
+    """What is wrong with how the layer's weight is stored, in words, or None."""
+    weight = tensors(layer)[0]
+    if (has_columns if by_column else has_rows)(weight):
+        return None
+    if not by_column:
+        return "weight is not stored row by row (make it contiguous)"
+    return (
+        f"weight was exchanged for one with strides {tuple(weight.stride())} (set_thresholds stores it anew)"
+    )
+
+
+def device_of(layers: list[nn.Module | None]) -> torch.device:
+    """Where what belongs to the layers lives: with their weights, but never on meta, which would lose its values."""
+    for layer in layers:
+        if layer is None:
+            continue
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            return tensor.device if tensor.device.type != "meta" else torch.device("cpu")
+    return torch.device("cpu")

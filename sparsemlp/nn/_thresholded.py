@@ -1,27 +1,28 @@
-"""What the sparse MLP modules have in common: thresholds and means that stay float32, and one warning."""
+"""What the sparse modules have in common: thresholds and means that stay float32, and one warning."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsemlp.nn import _weights
-from sparsemlp.nn._thresholds import checked_mean, checked_threshold
+from sparsemlp.nn import _projections
+from sparsemlp.nn._skipped_out import forget
+from sparsemlp.nn._thresholds import checked_mean, checked_threshold, limit_text
 
-__all__ = ["Thresholded", "warn_dense"]
+__all__ = ["Thresholded", "kept_float32", "put", "relayout_after_load", "warn"]
 
-_BUFFERS = ("threshold", "skipped_mean", "activation_params")
+_Self = TypeVar("_Self", bound="Thresholded")
 
 
 class Thresholded(nn.Module):
-    """Buffers `threshold`, `skipped_mean` and `activation_params`: float32, not saved, moved but never rounded.
+    """A sparse MLP; the buffers `_kept` are float32, not saved, moved but never rounded.
 
-    A subclass says which layers it is over (`_linears`), how many neurons they have, how their weights are to be stored
-    (`_relayout`) and why it runs dense.
+    A subclass says which layers it is over (`_linears`), which of them is the last and how many neurons it has, how
+    their weights are to be stored (`_relayout`) and why it runs dense.
     """
 
     threshold: Tensor
@@ -29,26 +30,21 @@ class Thresholded(nn.Module):
     activation_params: Tensor | None
     name: str
     """What warnings call this module; `sparsify` sets the qualified name."""
+    _kept: tuple[str, ...] = ("threshold", "skipped_mean", "activation_params")
 
-    def __init__(self, activation: str, backend: str) -> None:
+    def __init__(self, backend: str) -> None:
         super().__init__()
         self.name = type(self).__name__
         self.backend = backend
-        self._activation = activation
         self._warned = False
-        for name in _BUFFERS:
+        for name in self._kept:
             self.register_buffer(name, None, persistent=False)
-        self.register_load_state_dict_post_hook(_after_load)
-
-    @property
-    def activation(self) -> str:
-        """The name of a row of `sparsemlp.activations.ACTIVATIONS`, also where a child has this name."""
-        return self._activation
+        self.register_load_state_dict_post_hook(relayout_after_load)
 
     def _linears(self) -> list[nn.Module | None]:
         raise NotImplementedError
 
-    def _neurons(self) -> int | None:
+    def _last(self) -> nn.Module | None:
         raise NotImplementedError
 
     def _relayout(self) -> None:
@@ -56,6 +52,24 @@ class Thresholded(nn.Module):
 
     def _why_dense(self) -> str | None:
         raise NotImplementedError
+
+    def _neurons(self) -> int | None:
+        last = self._last()
+        return None if last is None else (_projections.sizes(last) or (None,))[0]
+
+    def _shown(self) -> str:
+        """What the repr says beside the activation, threshold, mean and backend."""
+        return ""
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        forget(_projections.own_weight(self._last()))
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A child put in or back, such as a layer that an adapter was merged into, may have another weight inside."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            forget(_projections.own_weight(self._last()))
 
     def set_thresholds(self, threshold: float | Tensor, skipped_mean: Tensor | None = None) -> None:
         """New thresholds and means; a compiled graph sees them without compiling again where the shapes stay.
@@ -73,50 +87,55 @@ class Thresholded(nn.Module):
         self._relayout()
 
     def extra_repr(self) -> str:
-        t = self.threshold
-        known = t.dim() == 0 and t.device.type != "meta"
-        limit = f"{t.item():.4g}" if known else f"({', '.join(map(str, t.shape))})"
         mean = "" if self.skipped_mean is None else ", skipped_mean"
-        return f"activation={self.activation!r}, threshold={limit}{mean}, backend={self.backend!r}"
+        what = f"threshold={limit_text(self.threshold)}{mean}{self._shown()}"
+        return f"activation={self.activation!r}, {what}, backend={self.backend!r}"
 
     def _set(self, name: str, value: Tensor | None) -> None:
-        """A buffer's new value, written into the old one where it has the same shape."""
-        device, old = _weights.device_of(self._linears()), self._buffers[name]
-        same = old is not None and value is not None and old.shape == value.shape and old.device == device
-        if same and not old.is_inference():  # type: ignore[union-attr]
-            old.copy_(value)  # type: ignore[union-attr, arg-type]
-        else:
-            with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
-                self._buffers[name] = None if value is None else value.clone().to(device)
+        put(self, name, value, _projections.device_of(self._linears()))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Thresholded:
+    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         """`.to()`, `.half()` …: the thresholds move but stay float32, the weights stay stored as they were."""
-        before = {name: self._buffers[name] for name in _BUFFERS}
+        before = {name: self._buffers[name] for name in self._kept}
         super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None:
-                # The old values: `fn` may round, drop or (to_empty) invent them.
-                self._buffers[name] = old.to(new.device)
+        kept_float32(self, before)
         self._relayout()
         return self
 
+    def _warning(self) -> str:
+        return f"runs dense and no neuron of it is thresholded or skipped: {self._why_dense()}"
 
-def _after_load(module: nn.Module, incompatible: Any) -> None:
+
+def put(module: nn.Module, name: str, value: Tensor | None, device: torch.device) -> None:
+    """A buffer's new value, written into the old one where it has the same shape."""
+    old = module._buffers[name]
+    same = old is not None and value is not None and old.shape == value.shape and old.device == device
+    if same and not old.is_inference():  # type: ignore[union-attr]
+        old.copy_(value)  # type: ignore[union-attr, arg-type]
+    else:
+        with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
+            module._buffers[name] = None if value is None else value.clone().to(device)
+
+
+def kept_float32(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """After `_apply`, puts the old values of buffers back: the function may round, drop or (to_empty) invent them."""
+    for name, old in before.items():
+        new = module._buffers[name]
+        if old is not None and new is not None:
+            module._buffers[name] = old.to(new.device)
+
+
+def relayout_after_load(module: Any, incompatible: Any) -> None:
     """`load_state_dict(assign=True)` brings weights in the dense layout."""
-    assert isinstance(module, Thresholded)
     module._relayout()
 
 
-def warn_dense(module: Thresholded) -> None:
-    """Says once that the module runs dense."""
+def warn(module: Any) -> None:
+    """Says once that the module saves nothing."""
     module._warned = True
-    warnings.warn(
-        f"{module.name} runs dense and no neuron of it is thresholded or skipped: {module._why_dense()}",
-        stacklevel=3,
-    )
+    warnings.warn(f"{module.name} {module._warning()}", stacklevel=3)
 
 
 # torch.compile then runs it while tracing and leaves it out of the graph. This is what
 # `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
-warn_dense._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn._dynamo_marked_constant = True  # type: ignore[attr-defined]

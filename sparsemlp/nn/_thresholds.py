@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from sparsemlp import activations
 
-__all__ = ["checked_input", "checked_mean", "checked_params", "checked_threshold"]
+__all__ = [
+    "checked_activation",
+    "checked_input",
+    "checked_mean",
+    "checked_params",
+    "checked_threshold",
+    "limit_text",
+]
 
 
 def checked_threshold(
@@ -65,6 +72,16 @@ def checked_mean(mean: Tensor | None, neurons: int | None) -> Tensor | None:
     return value
 
 
+def checked_activation(module: nn.Module, member: str | None, name: str | None) -> str:
+    """The name of the dense module's activation, its `member`, where there is one."""
+    if name is None:
+        what, known = type(getattr(module, str(member))).__name__, ", ".join(activations.ACTIVATIONS)
+        raise ValueError(
+            f"activation of {type(module).__name__} is {what}, expected one of: {known}; name it in activation="
+        )
+    return name
+
+
 def checked_params(activation: str, params: Tensor | None) -> Tensor | None:
     names = activations.get(activation).params
     if not names and params is None:
@@ -74,3 +91,10 @@ def checked_params(activation: str, params: Tensor | None) -> Tensor | None:
         wanted = f"a tensor of shape ({len(names)},): ({', '.join(names)})" if names else "None"
         raise ValueError(f"activation_params is {what}, expected {wanted} for activation {activation!r}")
     return params.detach().float()
+
+
+def limit_text(threshold: Tensor) -> str:
+    """A threshold as a module's repr shows it: the number, where it is one, or the shape."""
+    if threshold.dim() == 0 and threshold.device.type != "meta":
+        return f"{threshold.item():.4g}"
+    return f"({', '.join(map(str, threshold.shape))})"

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from sparsemlp import activations
+from sparsemlp._layout import has_columns, has_rows
 from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
-from sparsemlp.nn import _weights
-from sparsemlp.nn._skipped_out import forget, skipped_out
-from sparsemlp.nn._thresholds import checked_input, checked_mean, checked_params, checked_threshold
+from sparsemlp.nn import _projections
+from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS
+from sparsemlp.nn._skipped_out import skipped_out
+from sparsemlp.nn._thresholded import Thresholded, warn
+from sparsemlp.nn._thresholds import (
+    checked_activation,
+    checked_input,
+    checked_mean,
+    checked_params,
+    checked_threshold,
+)
 from sparsemlp.nn.int8_linear import Int8Linear, quantized
 from sparsemlp.ops.gated_mlp import OP, check_indicator, gated_mlp
 
 __all__ = ["SparseGatedMLP"]
 
-_CALL_HOOKS = (*dense_gated_mlp._HOOKS, "_is_full_backward_hook")
-_is_neuron_major = _weights.has_columns
-_BUFFERS = ("threshold", "skipped_mean", "activation_params", "input_threshold")
 
-
-class SparseGatedMLP(nn.Module):
+class SparseGatedMLP(Thresholded):
     """A thresholded gated MLP over the dense module's own `nn.Linear` layers; made by `from_dense`.
 
     Its state dict is the dense module's: the children are the same objects under the same names. `down_proj.weight`
@@ -48,10 +50,8 @@ class SparseGatedMLP(nn.Module):
     Source: CATS (Lee et al.) for the thresholded gate; the equations are in docs/ops/gated_mlp.md.
     """
 
-    threshold: Tensor
-    skipped_mean: Tensor | None
-    activation_params: Tensor | None
     input_threshold: Tensor | None
+    _kept = (*Thresholded._kept, "input_threshold")
 
     def __init__(
         self,
@@ -62,27 +62,21 @@ class SparseGatedMLP(nn.Module):
         indicator: str,
         backend: str,
     ) -> None:
-        super().__init__()
+        super().__init__(backend)
         self.activation = activation
         self.indicator = indicator
-        self.backend = backend
         self.name = type(dense).__name__
-        """What warnings call this module; `sparsify` sets the qualified name."""
         self._members = members
         self._own_activation = own_activation
         self._dense = (dense,)  # in a tuple: not a child, so no second name for its layers
         self._moved: set[str] = set()
         """Layers whose weight this module stores by column and the dense one had by row."""
-        self._warned = False
         for name, child in dense._modules.items():
             self.register_module(name, child)
         self._act_type = type(self._modules.get(str(members.act)))
         self.training = dense.training
-        for hooks in _CALL_HOOKS:  # the same dictionaries: hooks on the MLP go on working, their handles too
+        for hooks in CALL_HOOKS:  # the same dictionaries: hooks on the MLP go on working, their handles too
             setattr(self, hooks, getattr(dense, hooks))
-        for name in _BUFFERS:
-            self.register_buffer(name, None, persistent=False)
-        self.register_load_state_dict_post_hook(_after_load)
 
     @classmethod
     def from_dense(
@@ -130,12 +124,7 @@ class SparseGatedMLP(nn.Module):
         members = dense_gated_mlp.members_of(module)
         assert members is not None
         own = dense_gated_mlp.activation_of(module) if activation is None else None
-        name = activation if activation is not None else own
-        if name is None:
-            what, known = type(getattr(module, str(members.act))).__name__, ", ".join(activations.ACTIVATIONS)
-            raise ValueError(
-                f"activation of {type(module).__name__} is {what}, expected one of: {known}; name it in activation="
-            )
+        name = checked_activation(module, members.act, own if activation is None else activation)
         params = checked_params(name, activation_params)
         neurons = getattr(module._modules[members.down], "in_features", None)
         buffers = {
@@ -150,21 +139,6 @@ class SparseGatedMLP(nn.Module):
             sparse._set(buffer, value)
         sparse._relayout()
         return sparse
-
-    def set_thresholds(self, threshold: float | Tensor, skipped_mean: Tensor | None = None) -> None:
-        """New thresholds and means; a compiled graph sees them without compiling again where the shapes stay.
-
-        Args:
-            threshold: t ≥ 0, a number or a tensor of shape () or (F,); inf: never active.
-            skipped_mean: μ (F,), finite, or None for none.
-        Raises:
-            ValueError: a negative or NaN threshold, a mean that is not finite, or a wrong shape.
-        """
-        neurons = getattr(self._modules[self._members.down], "in_features", None)
-        mean = checked_mean(skipped_mean, neurons)
-        self._set("threshold", checked_threshold(threshold, neurons))
-        self._set("skipped_mean", mean)
-        self._relayout()
 
     def set_input_threshold(self, input_threshold: float | Tensor | None) -> None:
         """A new threshold for what the gate sees; its weight is stored column by column with one, by row without.
@@ -206,19 +180,9 @@ class SparseGatedMLP(nn.Module):
             if type(layer) is Int8Linear:
                 dense._modules[name] = layer.to_linear()
             elif name in self._moved:
-                _weights.store(layer, by_column=False)
+                _projections.store(layer, by_column=False)
         self._moved.clear()
         return dense
-
-    def train(self, mode: bool = True) -> SparseGatedMLP:
-        forget(self._down_weight())
-        return super().train(mode)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A child put in or back, such as a layer that an adapter was merged into, may have another weight inside."""
-        super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
-            forget(self._down_weight())
 
     def forward(self, x: Tensor, *, token_scale: Tensor | None = None) -> Tensor:
         """The MLP's output.
@@ -232,9 +196,9 @@ class SparseGatedMLP(nn.Module):
         """
         if not self._fusable():
             if not self._warned:
-                _warn(self)
+                warn(self)
             return self._forward_dense(x)
-        members, children, tensors = self._members, self._modules, _weights.tensors
+        members, children, tensors = self._members, self._modules, _projections.tensors
         w_gate, b_gate, s_gate = tensors(children[members.gate])
         w_up, b_up, s_up = tensors(children[members.up])
         w_down, b_down, s_down = tensors(children[members.down])
@@ -268,22 +232,13 @@ class SparseGatedMLP(nn.Module):
             backend=self.backend,
         )
 
-    def extra_repr(self) -> str:
-        t = self.threshold
-        limit = (
-            f"{t.item():.4g}"
-            if t.dim() == 0 and t.device.type != "meta"
-            else f"({', '.join(map(str, t.shape))})"
-        )
-        mean = "" if self.skipped_mean is None else ", skipped_mean"
-        inputs = "" if self.input_threshold is None else ", input_threshold"
+    def _shown(self) -> str:
         decides = "" if self.indicator == "gate" else f", indicator={self.indicator!r}"
-        what = f"threshold={limit}{mean}{decides}{inputs}"
-        return f"activation={self.activation!r}, {what}, backend={self.backend!r}"
+        return decides if self.input_threshold is None else f"{decides}, input_threshold"
 
     def _fusable(self) -> bool:
         """Whether no child would be bypassed and the weights are stored as they should be; ≈ 1 µs."""
-        members, plain = self._members, _weights.is_plain
+        members, plain = self._members, _projections.is_plain
         children: dict[str, Any] = self._modules
         gate, up, down = children[members.gate], children[members.up], children[members.down]
         if not (plain(gate) and (members.merged or plain(up)) and plain(down)):
@@ -292,30 +247,28 @@ class SparseGatedMLP(nn.Module):
             return False
         if members.act is not None:
             act = children.get(members.act)
-            if type(act) is not self._act_type or _weights.is_watched(act):
+            if type(act) is not self._act_type or _projections.is_watched(act):
                 return False
-        columns, rows, tensors = _weights.has_columns, _weights.has_rows, _weights.tensors
-        stored = rows if self._buffers["input_threshold"] is None else columns
-        return columns(tensors(down)[0]) and stored(tensors(gate)[0]) and rows(tensors(up)[0])
+        tensors = _projections.tensors
+        stored = has_rows if self._buffers["input_threshold"] is None else has_columns
+        return has_columns(tensors(down)[0]) and stored(tensors(gate)[0]) and has_rows(tensors(up)[0])
 
     def _why_dense(self) -> str | None:
         """`_fusable`'s reasons in words, or None."""
         members = self._members
         children: dict[str, Any] = self._modules
         for name in members.linears:
-            reason = _weights.obstacle(children[name])
+            reason = _projections.obstacle(children[name])
             if reason is not None:
                 return f"{name} {reason}"
         if len({type(children[name]) for name in members.linears}) > 1:
             return "some of its layers are int8 and some are not (quantize() rounds the others)"
         if members.act is not None:
-            act = children.get(members.act)
-            if type(act) is not self._act_type:
-                return f"{members.act} was replaced by {type(act).__name__}"
-            if act is not None and any(getattr(act, hooks) for hooks in dense_gated_mlp._HOOKS):
-                return f"{members.act} has forward or backward hooks"
+            reason = _projections.change(members.act, children.get(members.act), self._act_type)
+            if reason is not None:
+                return reason
         for name in members.linears:
-            reason = _weights.misplaced(children[name], by_column=self._by_column(name))
+            reason = _projections.misplaced(children[name], by_column=self._by_column(name))
             if reason is not None:
                 return f"{name}.{reason}"
         return None
@@ -333,9 +286,11 @@ class SparseGatedMLP(nn.Module):
         hidden = activations.apply(gate, self.activation, self.activation_params) * up
         return getattr(self, members.down)(hidden)
 
-    def _down_weight(self) -> Tensor | None:
-        """The down layer's weight, where it is this module's to store as it likes."""
-        return _weights.weight_of(self._modules[self._members.down])
+    def _linears(self) -> list[nn.Module | None]:
+        return [self._modules[name] for name in self._members.linears]
+
+    def _last(self) -> nn.Module | None:
+        return self._modules[self._members.down]
 
     def _by_column(self, name: str) -> bool:
         """How the layer's weight is stored: the down projection neuron by neuron, the gate input by input."""
@@ -345,55 +300,10 @@ class SparseGatedMLP(nn.Module):
     def _relayout(self) -> None:
         """Stores the weights as this module reads them, where they are not."""
         for name in self._members.linears:
+            layer = self._modules[name]
             if self._by_column(name):
-                if _weights.store(self._modules[name], by_column=True):
+                if type(layer) in (nn.Linear, Int8Linear) and _projections.store(layer, by_column=True):
                     self._moved.add(name)
             elif name in self._moved:
-                _weights.store(self._modules[name], by_column=False)
+                _projections.store(layer, by_column=False)
                 self._moved.discard(name)
-
-    def _device(self) -> torch.device:
-        """Where the thresholds live."""
-        return _weights.device_of([self._modules[name] for name in self._members.linears])
-
-    def _set(self, name: str, value: Tensor | None) -> None:
-        """A buffer's new value, written into the old one where it has the same shape."""
-        device, old = self._device(), self._buffers[name]
-        same = old is not None and value is not None and old.shape == value.shape and old.device == device
-        if same and not old.is_inference():  # type: ignore[union-attr]
-            old.copy_(value)  # type: ignore[union-attr, arg-type]
-        else:
-            with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
-                self._buffers[name] = None if value is None else value.clone().to(device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseGatedMLP:
-        """`.to()`, `.half()` …: the thresholds move but stay float32, the weights stay stored as they were."""
-        before = {name: self._buffers[name] for name in _BUFFERS}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None:
-                # The old values: `fn` may round, drop or (to_empty) invent them.
-                self._buffers[name] = old.to(new.device)
-        self._relayout()
-        return self
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    """`load_state_dict(assign=True)` brings weights in the dense layout."""
-    assert isinstance(module, SparseGatedMLP)
-    module._relayout()
-
-
-def _warn(module: SparseGatedMLP) -> None:
-    """Says once that the module runs dense."""
-    module._warned = True
-    warnings.warn(
-        f"{module.name} runs dense and no neuron of it is thresholded or skipped: {module._why_dense()}",
-        stacklevel=3,
-    )
-
-
-# torch.compile then runs it while tracing and leaves it out of the graph. This is what
-# `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
-_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]

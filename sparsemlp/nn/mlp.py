@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from sparsemlp import activations
+from sparsemlp._layout import has_columns, has_rows
 from sparsemlp.nn import _dense_mlp as dense_mlp
-from sparsemlp.nn import _projections, _weights
-from sparsemlp.nn._dense_gated_mlp import _HOOKS
-from sparsemlp.nn._skipped_out import forget, skipped_out
-from sparsemlp.nn._thresholded import Thresholded, warn_dense
-from sparsemlp.nn._thresholds import checked_mean, checked_params, checked_threshold
+from sparsemlp.nn import _projections
+from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS
+from sparsemlp.nn._skipped_out import skipped_out
+from sparsemlp.nn._thresholded import Thresholded, warn
+from sparsemlp.nn._thresholds import checked_activation, checked_mean, checked_params, checked_threshold
 from sparsemlp.nn.int8_linear import Int8Linear, quantized
 from sparsemlp.ops.mlp import OP, mlp
 
-__all__ = ["CALL_HOOKS", "SparseMLP"]
-
-CALL_HOOKS = (*_HOOKS, "_is_full_backward_hook")
+__all__ = ["SparseMLP"]
 
 
 class SparseMLP(Thresholded):
@@ -48,7 +47,8 @@ class SparseMLP(Thresholded):
     """
 
     def __init__(self, activation: str, own_activation: bool, draws: bool, backend: str) -> None:
-        super().__init__(activation, backend)
+        super().__init__(backend)
+        self._activation = activation
         self._own_activation = own_activation
         self._draws = draws
         """Dropout in training that no child shows."""
@@ -57,6 +57,11 @@ class SparseMLP(Thresholded):
         self._moved: set[str] = set()
         """Roles of layers whose weight this module stores by column and the dense one had by row."""
         self._hidden_dropouts: tuple[str, ...] = ()
+
+    @property
+    def activation(self) -> str:
+        """The name of a row of `sparsemlp.activations.ACTIVATIONS`, also where a child has this name."""
+        return self._activation
 
     @classmethod
     def from_dense(
@@ -99,12 +104,8 @@ class SparseMLP(Thresholded):
             )
         members = dense_mlp.members_of(module)
         assert members is not None
-        name = dense_mlp.activation_of(module) if activation is None else activation
-        if name is None:
-            what, known = type(getattr(module, str(members.act))).__name__, ", ".join(activations.ACTIVATIONS)
-            raise ValueError(
-                f"activation of {type(module).__name__} is {what}, expected one of: {known}; name it in activation="
-            )
+        found = dense_mlp.activation_of(module) if activation is None else activation
+        name = checked_activation(module, members.act, found)
         params = checked_params(name, activation_params)
         replaces = members.act is None or activation is not None
         draws = dense_mlp.draws_in_training(module, members, activation, activation_params)
@@ -171,15 +172,8 @@ class SparseMLP(Thresholded):
         self._relayout()
 
     def train(self, mode: bool = True) -> SparseMLP:
-        forget(_projections.own_weight(self._layers()[1]))
         self._dense[0].training = mode
         return super().train(mode)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A child put in or back, such as a layer that an adapter was merged into, may have another weight inside."""
-        super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
-            forget(_projections.own_weight(self._layers()[1]))
 
     def forward(self, x: Tensor, *, token_scale: Tensor | None = None) -> Tensor:
         """The MLP's output.
@@ -193,15 +187,15 @@ class SparseMLP(Thresholded):
         """
         if self._drops() or not self._fusable():
             if not (self._warned or self._dense_only or self._drops()):
-                warn_dense(self)
+                warn(self)
             return self._forward_dense(x)
         return self._forward_fused(x, token_scale)
 
     def _forward_fused(self, x: Tensor, token_scale: Tensor | None = None) -> Tensor:
         first, last, _ = self._layers()
         by_input = self._by_input
-        w_in, b_in, s_in = _weights.tensors(first)
-        w_out, b_out, s_out = _weights.tensors(last)
+        w_in, b_in, s_in = _projections.tensors(first)
+        w_out, b_out, s_out = _projections.tensors(last)
         mean = self._buffers["skipped_mean"]
         shift = None if mean is None else skipped_out(mean, w_out, s_out, by_neuron=by_input[1])
         return mlp(
@@ -240,9 +234,8 @@ class SparseMLP(Thresholded):
     def _linears(self) -> list[nn.Module | None]:
         return list(self._layers()[:2])
 
-    def _neurons(self) -> int | None:
-        layer = self._layers()[1]
-        return None if layer is None else (_projections.sizes(layer) or (None,))[0]
+    def _last(self) -> nn.Module | None:
+        return self._layers()[1]
 
     def _drops(self) -> bool:
         """Whether dropout is at work, which only the dense forward knows to apply."""
@@ -265,14 +258,16 @@ class SparseMLP(Thresholded):
             return False
         if _has_any_global_hook() or self._dense_only:
             return False
-        if self._members.act is not None and (type(act) is not self._act_type or _weights.is_watched(act)):
+        if self._members.act is not None and (
+            type(act) is not self._act_type or _projections.is_watched(act)
+        ):
             return False
         for name in self._members.dropouts:
             child = self._modules.get(name)
-            if type(child) not in (nn.Dropout, nn.Identity) or _weights.is_watched(child):
+            if type(child) not in (nn.Dropout, nn.Identity) or _projections.is_watched(child):
                 return False
-        w_in, w_out = _weights.tensors(first)[0], _weights.tensors(last)[0]
-        stored, by_input = (_weights.has_rows, _weights.has_columns), self._by_input
+        w_in, w_out = _projections.tensors(first)[0], _projections.tensors(last)[0]
+        stored, by_input = (has_rows, has_columns), self._by_input
         return w_in.dtype is w_out.dtype and stored[by_input[0]](w_in) and stored[not by_input[1]](w_out)
 
     def _why_dense(self) -> str | None:
@@ -286,21 +281,18 @@ class SparseMLP(Thresholded):
         if (self._kinds[0] is Int8Linear) != (self._kinds[1] is Int8Linear):
             return "one of its layers is int8 and one is not (quantize() rounds the other)"
         if self._members.act is not None:
-            if type(act) is not self._act_type:
-                return f"{self._members.act} was replaced by {type(act).__name__}"
-            if _weights.is_watched(act):
-                return f"{self._members.act} has forward or backward hooks"
+            reason = _projections.change(self._members.act, act, self._act_type)
+            if reason is not None:
+                return reason
         for name in self._members.dropouts:
-            child = self._modules.get(name)
-            if type(child) not in (nn.Dropout, nn.Identity):
-                return f"{name} was replaced by {type(child).__name__}"
-            if _weights.is_watched(child):
-                return f"{name} has forward or backward hooks"
-        w_in, w_out = _weights.tensors(first)[0], _weights.tensors(last)[0]
+            reason = _projections.change(name, self._modules.get(name), nn.Dropout, nn.Identity)
+            if reason is not None:
+                return reason
+        w_in, w_out = _projections.tensors(first)[0], _projections.tensors(last)[0]
         if w_in.dtype is not w_out.dtype:
             return f"{names[0]}.weight is {w_in.dtype} and {names[1]}.weight {w_out.dtype} (they must be the same)"
         for name, layer, by_column in zip(names, (first, last), self._by_column(), strict=True):
-            reason = _weights.misplaced(layer, by_column=by_column)
+            reason = _projections.misplaced(layer, by_column=by_column)
             if reason is not None:
                 return f"{name}.{reason}"
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparsemlp.nn import _dense_gated_mlp as dense
-from sparsemlp.nn._thresholds import checked_threshold
-from sparsemlp.nn._weights import has_columns
-from sparsemlp.nn.gated_mlp import _CALL_HOOKS
+from sparsemlp._layout import has_columns
+from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS, REPLACED, is_plain_tensor
+from sparsemlp.nn._thresholded import kept_float32, put, relayout_after_load, warn
+from sparsemlp.nn._thresholds import checked_threshold, limit_text
 from sparsemlp.ops.sparse_linear import OP, sparse_linear
 from sparsemlp.reference import sparse_linear as reference
 
@@ -71,7 +70,7 @@ class SparseLinear(nn.Linear):
         self._converted = False
         self._warned = False
         self.register_buffer("threshold", None, persistent=False)
-        self.register_load_state_dict_post_hook(_after_load)
+        self.register_load_state_dict_post_hook(relayout_after_load)
         self._set(limit)
         self._relayout()
 
@@ -100,7 +99,7 @@ class SparseLinear(nn.Linear):
             linear.in_features, linear.out_features, False, "meta", threshold=threshold, backend=backend
         )
         # The same dictionaries: parameters put in later and hooks, with their handles, are those of both.
-        for name in ("_parameters", *_CALL_HOOKS):
+        for name in ("_parameters", *CALL_HOOKS):
             setattr(sparse, name, getattr(linear, name))
         sparse._linear = (linear,)
         sparse._converted = False
@@ -117,7 +116,7 @@ class SparseLinear(nn.Linear):
         """
         linear = self._linear[0] if self._linear else nn.Linear(1, 1, device="meta")
         linear.in_features, linear.out_features = self.in_features, self.out_features
-        for name in ("_parameters", *_CALL_HOOKS):
+        for name in ("_parameters", *CALL_HOOKS):
             setattr(linear, name, getattr(self, name))
         linear.training = self.training
         weight = self._own_weight()
@@ -179,7 +178,7 @@ class SparseLinear(nn.Linear):
             (..., out_features) in input's dtype.
         """
         weight = self._parameters.get("weight")
-        if weight is None or not dense._is_plain_tensor(weight) or not has_columns(weight):
+        if weight is None or not is_plain_tensor(weight) or not has_columns(weight):
             return self._forward_whole(input, token_scale)
         return sparse_linear(
             input,
@@ -191,24 +190,25 @@ class SparseLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        t = self.threshold
-        known = t.dim() == 0 and t.device.type != "meta"
-        limit = f"{t.item():.4g}" if known else f"({', '.join(map(str, t.shape))})"
+        limit = limit_text(self.threshold)
         return f"{super().extra_repr()}, threshold={limit}, backend={self.backend!r}"
 
     def _forward_whole(self, x: Tensor, token_scale: Tensor | None) -> Tensor:
         """The same values by `F.linear`, which knows what the weight is."""
         if not self._warned:
-            _warn(self)
+            warn(self)
         scale = None if token_scale is None else token_scale.reshape(-1)
         h, _ = reference.masked(x.reshape(-1, x.shape[-1]), self.threshold, scale)
         return F.linear(h.reshape(x.shape), self.weight, self.bias)
+
+    def _warning(self) -> str:
+        return f"reads all of its weight, also for the entries it skips: {self._why_whole()}"
 
     def _why_whole(self) -> str:
         weight = self._parameters.get("weight")
         if weight is None:
             return "weight is computed (a parametrization, pruning or norm)"
-        if not dense._is_plain_tensor(weight):
+        if not is_plain_tensor(weight):
             return f"weight is a {type(weight).__name__}, not a plain tensor"
         strides = tuple(weight.stride())
         return f"weight was exchanged for one with strides {strides} (set_threshold stores it anew)"
@@ -232,20 +232,13 @@ class SparseLinear(nn.Linear):
         return torch.device("cpu") if weight is None or weight.device.type == "meta" else weight.device
 
     def _set(self, threshold: Tensor) -> None:
-        device, old = self._device(), self._buffers["threshold"]
-        same = old is not None and old.shape == threshold.shape and old.device == device
-        if same and not old.is_inference():  # type: ignore[union-attr]
-            old.copy_(threshold)  # type: ignore[union-attr]
-        else:
-            with torch.inference_mode(False):
-                self._buffers["threshold"] = threshold.clone().to(device)
+        put(self, "threshold", threshold, self._device())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
         """`.to()`, `.half()` …: the threshold moves but stays float32, the weight stays in channels."""
-        before = self.threshold
+        before: dict[str, Tensor | None] = {"threshold": self.threshold}
         super()._apply(fn, recurse)
-        # The old values: `fn` may round, drop or (to_empty) invent them.
-        self.threshold = before.to(self.threshold.device)
+        kept_float32(self, before)
         self._relayout()
         return self
 
@@ -255,7 +248,7 @@ def _why_not(linear: Any) -> str | None:
     if type(linear) is not nn.Linear:
         return f"is {type(linear).__module__}.{type(linear).__qualname__}, not exactly nn.Linear"
     if "forward" in linear.__dict__:
-        return "has a replaced forward (a device hook, or another library's patch)"
+        return REPLACED
     for name in ("weight", "bias"):
         tensor = linear._parameters.get(name)
         if tensor is not None and type(tensor) is not nn.Parameter:
@@ -263,23 +256,3 @@ def _why_not(linear: Any) -> str | None:
     if linear._parameters.get("weight") is None:
         return "has no parameter weight (it is computed: pruning or a norm)"
     return None
-
-
-def _after_load(module: nn.Module, incompatible: Any) -> None:
-    """`load_state_dict(assign=True)` brings a weight in the dense layout."""
-    assert isinstance(module, SparseLinear)
-    module._relayout()
-
-
-def _warn(module: SparseLinear) -> None:
-    """Says once that nothing is saved."""
-    module._warned = True
-    warnings.warn(
-        f"{module.name} reads all of its weight, also for the entries it skips: {module._why_whole()}",
-        stacklevel=3,
-    )
-
-
-# torch.compile then runs it while tracing and leaves it out of the graph. This is what
-# `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
-_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsemlp import _native, activations
 from sparsemlp._layout import dense, float32_run, laid_out_like
-from sparsemlp._op import PLAIN_TENSORS, is_plain_eager
+from sparsemlp.ops import _direct
 from sparsemlp.reference.activation import check, check_bwd
 
 __all__ = ["backward", "counted", "direct", "forward"]
@@ -31,18 +31,9 @@ def direct(p: Tensor, params: Tensor | None, name: str) -> Tensor | None:
     The kernel checks what it needs itself; the public function's checks are then only for naming what is wrong.
     """
     number = activations.IDS.get(name) if type(name) is str else None
-    if (
-        number is None
-        or torch.compiler.is_compiling()
-        or type(p) not in PLAIN_TENSORS
-        or (params is not None and (type(params) not in PLAIN_TENSORS or params.dim() != 1))
-        or _native.problem() is not None
-        or not is_plain_eager("cpu")
-        or not p.is_contiguous()
-        or p.is_neg()
-    ):
+    if number is None or not _direct.allowed() or not _direct.takes((p, params)):
         return None
-    if torch.is_grad_enabled() and (p.requires_grad or (params is not None and params.requires_grad)):
+    if not p.is_contiguous() or p.is_neg() or (params is not None and params.dim() != 1):
         return None
     try:
         return _forward(p, params, number, _native.isa())

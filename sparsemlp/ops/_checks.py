@@ -10,17 +10,23 @@ from torch import Tensor
 
 from sparsemlp import activations
 from sparsemlp._op import autocasts
+from sparsemlp.reference.gated_mlp import skipped_out as reference_skipped_out
 
 __all__ = [
     "as_threshold",
     "check_activation",
+    "check_bias",
+    "check_differentiable",
     "check_float32",
+    "check_int8",
+    "check_int8_place",
     "check_like",
     "check_token_scale",
+    "check_x",
+    "checked_skipped_out",
     "describe",
     "dtype_text",
     "number_tensor",
-    "shape_text",
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -51,6 +57,50 @@ def check_like(name: str, t: Tensor, x: Tensor) -> None:
     if autocasts(x.device.type) and {t.dtype, x.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return  # autocast leaves float64 alone
     raise ValueError(f"{name} is {dtype_text(t)}, expected x's dtype {dtype_text(x)}; convert one of them")
+
+
+def check_x(x: Tensor, letter: str = "D") -> int:
+    """Checks x; returns the number of tokens."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        raise ValueError(f"x is {describe(x)}, expected a tensor of shape (..., {letter}); add a dimension")
+    check_like("x", x, x)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise ValueError(f"x is {dtype_text(x)}, expected float32, bfloat16, float16 or float64; convert it")
+    width = x.shape[-1]
+    return x.numel() // width if width else math.prod(x.shape[:-1])
+
+
+def check_bias(name: str, b: Tensor | None, size: int, letter: str, x: Tensor) -> None:
+    if b is None:
+        return
+    if not isinstance(b, Tensor) or b.dim() != 1 or b.shape[0] != size:
+        raise ValueError(f"{name} is {describe(b)}, expected ({letter},) = ({size},)")
+    check_like(name, b, x)
+
+
+def check_int8_place(name: str, w: Tensor, x: Tensor) -> None:
+    if w.layout != torch.strided or w.device != x.device:
+        raise ValueError(
+            f"{name} is {w.layout} on {w.device}, expected torch.strided on x's device {x.device}; convert it"
+        )
+
+
+def check_int8(
+    name: str, w: Tensor, scale_name: str, scale: Tensor | None, x: Tensor, first: str, count: str
+) -> None:
+    """w (F, ...), one of `count` weights of which `first` is int8, is so too, and has its scales."""
+    if w.dtype != torch.int8:
+        raise ValueError(
+            f"{name} is {dtype_text(w)} beside an int8 {first}, expected {count} int8 weights or none; quantise it "
+            "with sparsemlp.quantization.quantize_rows"
+        )
+    check_int8_place(name, w, x)
+    if scale is None:
+        raise ValueError(
+            f"{scale_name} is None, expected (F,) = ({w.shape[0]},) float32 beside an int8 {name}; pass the scales of "
+            "sparsemlp.quantization.quantize_rows"
+        )
+    check_float32(scale_name, scale, (w.shape[0],), "F", x)
 
 
 def check_float32(name: str, t: Tensor, shape: tuple[int, ...], letters: str, x: Tensor) -> None:
@@ -139,3 +189,30 @@ def check_token_scale(scale: Tensor, x: Tensor, tokens: int) -> Tensor:
     flat = scale.reshape(tokens)
     check_float32("token_scale", flat, (tokens,), "T", x)
     return flat
+
+
+def checked_skipped_out(
+    x: Tensor, skipped_mean: Tensor | None, skipped_out: Tensor | None, w_t: Tensor, scale: Tensor | None
+) -> Tensor | None:
+    """μ @ w_t where only the mean μ is given; both checked."""
+    if skipped_mean is None:
+        if skipped_out is not None:
+            raise ValueError(
+                "skipped_out is given without skipped_mean, expected both or the mean alone; pass the mean"
+            )
+        return None
+    check_float32("skipped_mean", skipped_mean, (w_t.shape[0],), "F", x)
+    if skipped_out is None:
+        mean = skipped_mean.double() if x.dtype == torch.float64 else skipped_mean
+        skipped_out = reference_skipped_out(mean, w_t, scale)
+    check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
+    return skipped_out
+
+
+def check_differentiable(backend: str) -> None:
+    """Raises for a backend that cannot compute a call whose gradients are wanted."""
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func transforms "
+            "it); use backend='auto', or call it under torch.no_grad()"
+        )

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native, activations
-from sparsemlp._layout import float32_run
-from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
+from sparsemlp._layout import contiguous, float32_run, has_columns, with_rows
+from sparsemlp._op import raise_value_error
+from sparsemlp.ops import _direct
 from sparsemlp.ops import _sparse_linear_native as sparse_linear
 from sparsemlp.ops._checks import number_tensor
-from sparsemlp.ops._products import neuron_linear, rows_linear
-from sparsemlp.reference.gated_mlp import gemm_bias, input_kept
+from sparsemlp.ops._products import active_product, by_chunks, hidden, rows_linear
+from sparsemlp.reference.gated_mlp import check_values, gemm_bias, input_kept
 from sparsemlp.router.decide import fused_tokens
 
 __all__ = ["CHUNK", "INDICATORS", "ROUTES", "direct", "forward"]
@@ -30,9 +31,6 @@ CHUNK = 32
 INDICATORS = {"gate": 0, "up": 1, "product": 2}
 """The compiled kernel's ids."""
 
-_SLICE = 2048
-"""Neurons, or columns of the down projection, of int8 weights that are widened at a time."""
-
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define(
     "_gated_mlp_native(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, Tensor? token_scale, "
@@ -40,12 +38,7 @@ _lib.define(
     "Tensor? scale_up, Tensor? scale_down, Tensor? pre, Tensor? activation_params, int activation, int indicator, "
     "int isa) -> Tensor"
 )
-_lib.define(
-    "_hidden_native(Tensor pre, Tensor? up, Tensor threshold, Tensor? token_scale, Tensor? skipped_mean, "
-    "Tensor? activation_params, int activation, int indicator, int isa, Tensor? weight=None) -> Tensor"
-)
 _fused = torch.ops.sparsemlp._gated_mlp_native.default
-_hidden = torch.ops.sparsemlp._hidden_native.default
 
 
 def direct(
@@ -75,46 +68,24 @@ def direct(
     """
     name = activations.IDS.get(activation) if type(activation) is str else None
     decides = INDICATORS.get(indicator) if type(indicator) is str else None
-    if (
-        name is None
-        or decides is None
-        or torch.compiler.is_compiling()
-        or _native.problem() is not None
-        or not is_plain_eager("cpu")
-    ):
+    if name is None or decides is None or not _direct.allowed():
         return None
     limit = number_tensor(threshold)
     input_limit = None if input_threshold is None else number_tensor(input_threshold)
     if limit is None or (input_limit is None) != (input_threshold is None):
         return None
-    grad = torch.is_grad_enabled()
-    for t in (
-        x,
-        w_gate,
-        w_up,
-        w_down_t,
-        limit,
-        input_limit,
-        token_scale,
-        skipped_mean,
-        skipped_out,
-        b_gate,
-        b_up,
-        b_down,
-        scale_gate,
-        scale_up,
-        scale_down,
-    ):
-        if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
-            return None
-    if grad and activation_params is not None and activation_params.requires_grad:
+    tensors = (
+        x, w_gate, w_up, w_down_t, limit, input_limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down,
+        scale_gate, scale_up, scale_down, activation_params,
+    )  # fmt: skip
+    if not _direct.takes(tensors) or x.dim() == 0:
         return None
-    if x.dim() == 0 or x.numel() > fused_tokens(x.dtype, scale_down is not None) * x.shape[-1]:
+    if x.numel() > fused_tokens(x.dtype, scale_down is not None) * x.shape[-1]:
         return None
     try:
         pre = None
         if input_limit is not None:
-            if w_gate.dim() != 2 or not input_major(w_gate):
+            if w_gate.dim() != 2 or not has_columns(w_gate):
                 return None
             pre = _sparse_gate(x, w_gate, input_limit, scale_gate).reshape(-1, w_gate.shape[0])
         return _fused(
@@ -122,14 +93,8 @@ def direct(
             scale_gate, scale_up, scale_down, pre, activation_params, name, decides, _native.isa(),
         )  # fmt: skip
     except RuntimeError as error:
-        if VALUE_ERROR in str(error):
-            raise value_error(error) from None
+        raise_value_error(error)
         return None
-
-
-def input_major(w: Tensor) -> bool:
-    """Whether a column of w (F, D) lies in consecutive memory."""
-    return w.stride(0) == 1 or w.shape[0] <= 1 or w.shape[1] == 0
 
 
 def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tensor | None) -> Tensor:
@@ -138,8 +103,7 @@ def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tens
     try:
         pre = sparse_linear._fused(x, w_gate.t(), input_threshold, None, None, ones, True, _native.isa())
     except RuntimeError as error:
-        if VALUE_ERROR in str(error):
-            raise ValueError(f"input_{value_error(error)}") from None
+        raise_value_error(error, prefix="input_")
         raise
     return pre if scale is None else pre.mul_(scale)
 
@@ -185,9 +149,9 @@ def run(
         float32_run(input_threshold),
         float32_run(skipped_mean),
         float32_run(skipped_out),
-        _run(b_gate),
-        _run(b_up),
-        _run(b_down),
+        contiguous(b_gate),
+        contiguous(b_up),
+        contiguous(b_down),
         float32_run(scale_gate),
         float32_run(scale_up),
         float32_run(scale_down),
@@ -195,17 +159,12 @@ def run(
         activation,
         indicator,
     )
-    scale = float32_run(token_scale)
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
+    x, scale = with_rows(x), float32_run(token_scale)
     if route == "pytorch":
         return call.by_pytorch(x, scale)
-    if x.shape[0] <= CHUNK:
+    if x.shape[0] <= CHUNK or route == "dense":
         return call.fused(x, scale)
-    if route == "dense":
-        return call.fused(x, scale)
-    scales = (None,) * -(-x.shape[0] // CHUNK) if scale is None else scale.split(CHUNK)
-    return torch.cat([call.fused(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
+    return by_chunks(call.fused, x, scale, CHUNK)
 
 
 ROUTES = {name: functools.partial(run, name) for name in ("sparse", "dense", "pytorch")}
@@ -238,24 +197,15 @@ class _Call:
     def by_pytorch(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """PyTorch's matrix products around a fused mask."""
         act, decides, isa = activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa()
-        if self.input_threshold is None:
-            pre = _rows(x, self.w_gate, self.scale_gate, self.b_gate)
-        else:
-            _check_input_threshold(self.input_threshold)
-            seen = torch.where(input_kept(x, self.input_threshold), x, 0)
-            pre = _rows(seen, self.w_gate, self.scale_gate, self.b_gate, by_input=True)
-        up = _rows(x, self.w_up, self.scale_up, self.b_up)
-        h = _hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa, self.w_down_t)
+        seen, w_by_input = x, None
+        if self.input_threshold is not None:
+            check_values("input_threshold", self.input_threshold)
+            seen, w_by_input = torch.where(input_kept(x, self.input_threshold), x, 0), self.w_gate
+        pre = rows_linear(seen, self.w_gate, self.scale_gate, self.b_gate)
+        up = rows_linear(x, self.w_up, self.scale_up, self.b_up)
+        h = hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa, self.w_down_t)
         bias = gemm_bias(self.b_down, self.skipped_out, x.dtype)
-        out = _down(h, self.w_down_t, self.scale_down, bias)
-        bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
-        # 0·inf of something skipped, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is
-        # the latter.
-        if bool(bad.any()) and not self._finite():
-            out = out.clone()
-            for i in bad.nonzero().flatten().tolist():
-                out[i : i + 1] = self.fused(x[i : i + 1], None if scale is None else scale[i : i + 1])
-        return out
+        return active_product(h, self.w_down_t, self.scale_down, bias, self.fused, x, scale, w_by_input)
 
     def fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
         pre = None
@@ -267,43 +217,3 @@ class _Call:
             self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.params,
             activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa(),
         )  # fmt: skip
-
-    def _finite(self) -> bool:
-        """Whether all weights are, whose products with 0 count: the sum is not finite where one of them is not."""
-        down = self.w_down_t if self.scale_down is None else self.scale_down
-        weights = (down,) if self.input_threshold is None else (down, self.w_gate)
-        return all(bool(w.sum(dtype=torch.float32).isfinite()) for w in weights)
-
-
-def _run(b: Tensor | None) -> Tensor | None:
-    return None if b is None else b.contiguous()
-
-
-def _check_input_threshold(threshold: Tensor) -> None:
-    if not bool((threshold >= 0).all()):
-        raise ValueError(
-            "input_threshold holds a negative or NaN value, expected values >= 0 (inf: never active)"
-        )
-
-
-def _rows(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, *, by_input: bool = False) -> Tensor:
-    """x @ w.T + b; of int8 weights a slice at a time, the integers as x's dtype (exact), rounded again by the scale."""
-
-    def product(rows: Tensor, bias: Tensor | None) -> Tensor:
-        return neuron_linear(x, rows.t(), bias) if by_input else rows_linear(x, rows, bias)
-
-    if scale is None:
-        return product(w, b)
-    wide = torch.cat([product(rows.to(x.dtype), None) for rows in w.split(_SLICE)], dim=-1).mul_(scale)
-    return wide if b is None else wide.add_(b)
-
-
-def _down(h: Tensor, w_t: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
-    """h @ w_t + b, likewise."""
-    if scale is None:
-        return neuron_linear(h, w_t, b)
-    h = h.mul_(scale)
-    slices = w_t.split(_SLICE, dim=1)
-    biases = (None,) * len(slices) if b is None else b.split(_SLICE)
-    parts = [neuron_linear(h, c.to(h.dtype), bias) for c, bias in zip(slices, biases, strict=True)]
-    return torch.cat(parts, dim=-1)

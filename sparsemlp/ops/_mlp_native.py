@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native, activations
-from sparsemlp._layout import float32_run
-from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
-from sparsemlp.ops import _gated_mlp_native as gated
+from sparsemlp._layout import contiguous, float32_run, with_rows
+from sparsemlp._op import raise_value_error
+from sparsemlp.ops import _direct
 from sparsemlp.ops._checks import number_tensor
+from sparsemlp.ops._gated_mlp_native import CHUNK
+from sparsemlp.ops._products import active_product, by_chunks, hidden, rows_linear
 from sparsemlp.reference.gated_mlp import gemm_bias
 from sparsemlp.router.decide import fused_tokens
 
@@ -47,12 +49,7 @@ def direct(
     The kernel checks what it needs itself, and the public function's own checks are then only for naming what is wrong.
     """
     name = activations.IDS.get(activation) if type(activation) is str else None
-    if (
-        name is None
-        or torch.compiler.is_compiling()
-        or _native.problem() is not None
-        or not is_plain_eager("cpu")
-    ):
+    if name is None or not _direct.allowed():
         return None
     limit = number_tensor(threshold)
     if limit is None:
@@ -61,23 +58,20 @@ def direct(
         x, w_in, w_out_t, limit, token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out,
         activation_params,
     )  # fmt: skip
-    grad = torch.is_grad_enabled()
-    for t in tensors:
-        if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
-            return None
-    if x.dim() == 0 or x.numel() > fused_tokens(x.dtype, scale_out is not None) * x.shape[-1]:
+    if not _direct.takes(tensors) or x.dim() == 0:
+        return None
+    if x.numel() > fused_tokens(x.dtype, scale_out is not None) * x.shape[-1]:
         return None
     try:
         return _fused(*tensors, name, _native.isa())
     except RuntimeError as error:
-        if VALUE_ERROR in str(error):
-            raise value_error(error) from None
+        raise_value_error(error)
         return None
 
 
 def forward(*args: Any) -> Tensor:
     """The operator's arguments in order; up to `CHUNK` tokens by skipping rows, more by dense products."""
-    return run("sparse" if args[0].shape[0] <= gated.CHUNK else "dense", *args)
+    return run("sparse" if args[0].shape[0] <= CHUNK else "dense", *args)
 
 
 def run(
@@ -106,9 +100,7 @@ def run(
         for t in (threshold, activation_params, skipped_mean, token_scale, skipped_out, scale_in, scale_out)
     )
     assert limit is not None
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    b_in, b_out = (None if b is None else b.contiguous() for b in (b_in, b_out))
+    x, b_in, b_out = with_rows(x), contiguous(b_in), contiguous(b_out)
 
     def fused(tokens: Tensor, scale: Tensor | None) -> Tensor:
         return _fused(
@@ -116,23 +108,14 @@ def run(
         )  # fmt: skip
 
     if route != "pytorch":
-        if x.shape[0] <= gated.CHUNK or route == "dense":
+        if x.shape[0] <= CHUNK or route == "dense":
             return fused(x, token_scale)
-        count = -(-x.shape[0] // gated.CHUNK)
-        scales = (None,) * count if token_scale is None else token_scale.split(gated.CHUNK)
-        return torch.cat([fused(part, s) for part, s in zip(x.split(gated.CHUNK), scales, strict=True)])
-    pre = gated._rows(x, w_in, scale_in, b_in)
-    h = gated._hidden(pre, None, limit, token_scale, mean, params, act, 0, isa, w_out_t)
-    out = gated._down(h, w_out_t, scale_out, gemm_bias(b_out, skipped_out, x.dtype))
-    bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
-    # 0·inf of a neuron that is not active, or a true inf or NaN: the fused kernel tells them apart. With finite weights
-    # it is the latter; their sum is not finite where one of them is not.
-    weights = w_out_t if scale_out is None else scale_out
-    if bool(bad.any()) and not bool(weights.sum(dtype=torch.float32).isfinite()):
-        out = out.clone()
-        for i in bad.nonzero().flatten().tolist():
-            out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
-    return out
+        return by_chunks(fused, x, token_scale, CHUNK)
+    pre = rows_linear(x, w_in, scale_in, b_in)
+    h = hidden(pre, None, limit, token_scale, mean, params, act, 0, isa, w_out_t)
+    return active_product(
+        h, w_out_t, scale_out, gemm_bias(b_out, skipped_out, x.dtype), fused, x, token_scale
+    )
 
 
 ROUTES = {name: functools.partial(run, name) for name in ("sparse", "dense", "pytorch")}

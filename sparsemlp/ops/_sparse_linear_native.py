@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native, activations
-from sparsemlp._layout import float32_run, in_memory
-from sparsemlp._op import PLAIN_TENSORS, VALUE_ERROR, is_plain_eager, value_error
+from sparsemlp._layout import contiguous, float32_run, with_rows
+from sparsemlp._op import raise_value_error
+from sparsemlp.ops import _direct
 from sparsemlp.ops._checks import number_tensor
-from sparsemlp.ops._products import neuron_linear
+from sparsemlp.ops._products import active_product, by_chunks, hidden
 from sparsemlp.reference import sparse_linear as reference
 
 __all__ = ["CHUNK", "MAX_FUSED_TOKENS", "direct", "forward"]
@@ -40,23 +41,18 @@ def direct(
 
     The kernel checks what it needs itself, and the public function's own checks are then only for naming what is wrong.
     """
-    if torch.compiler.is_compiling() or _native.problem() is not None or not is_plain_eager("cpu"):
+    if not _direct.allowed():
         return None
     limit = number_tensor(threshold)
     if limit is None:
         return None
     tensors = (x, weight_t, limit, token_scale, bias, scale)
-    grad = torch.is_grad_enabled()
-    for t in tensors:
-        if t is not None and (type(t) not in PLAIN_TENSORS or (grad and t.requires_grad)):
-            return None
-    if x.dim() == 0 or x.numel() > CHUNK * x.shape[-1]:
+    if not _direct.takes(tensors) or x.dim() == 0 or x.numel() > CHUNK * x.shape[-1]:
         return None
     try:
         return _fused(*tensors, False, _native.isa())
     except RuntimeError as error:
-        if VALUE_ERROR in str(error):
-            raise value_error(error) from None
+        raise_value_error(error)
         return None
 
 
@@ -69,11 +65,9 @@ def forward(
     scale: Tensor | None,
 ) -> Tensor:
     """The operator's arguments in order; x is (T, K)."""
-    isa, limit = _native.isa(), in_memory(threshold).float().contiguous()
+    isa, limit, x, bias = _native.isa(), float32_run(threshold), with_rows(x), contiguous(bias)
     token_scale, scale = float32_run(token_scale), float32_run(scale)
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    assert limit is not None
 
     def fused(tokens: Tensor, s: Tensor | None) -> Tensor:
         return _fused(tokens, weight_t, limit, s, bias, scale, False, isa)
@@ -81,19 +75,8 @@ def forward(
     if x.shape[0] <= CHUNK:
         return fused(x, token_scale)
     if x.shape[0] <= MAX_FUSED_TOKENS[weight_t.dtype]:
-        scales = (None,) * -(-x.shape[0] // CHUNK) if token_scale is None else token_scale.split(CHUNK)
-        return torch.cat([fused(part, s) for part, s in zip(x.split(CHUNK), scales, strict=True)])
+        return by_chunks(fused, x, token_scale, CHUNK)
     if scale is not None:
         return reference.sparse_linear(x, weight_t, limit, token_scale, bias, scale)
-    # The mask is that of a gated MLP's hidden values; its operator is defined beside that launcher, which imports this.
-    masked = torch.ops.sparsemlp._hidden_native.default
-    h = masked(x.contiguous(), None, limit, token_scale, None, None, activations.IDS["identity"], 0, isa)
-    out = neuron_linear(h, weight_t, bias)
-    bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
-    # 0·inf of a skipped channel, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is the
-    # latter; their sum is not finite where one of them is not.
-    if bool(bad.any()) and not bool(weight_t.sum(dtype=torch.float32).isfinite()):
-        out = out.clone()
-        for i in bad.nonzero().flatten().tolist():
-            out[i : i + 1] = fused(x[i : i + 1], None if token_scale is None else token_scale[i : i + 1])
-    return out
+    h = hidden(x.contiguous(), None, limit, token_scale, None, None, activations.IDS["identity"], 0, isa)
+    return active_product(h, weight_t, None, bias, fused, x, token_scale)

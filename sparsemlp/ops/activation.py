@@ -7,41 +7,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, _triton
-from sparsemlp._op import Backend, Op, differentiates, transformed
+from sparsemlp._op import Op, differentiates, transformed
 from sparsemlp.ops import _activation_native as native
+from sparsemlp.ops._backends import DTYPES, compiled_and_triton
+from sparsemlp.ops._checks import dtype_text
 from sparsemlp.reference import activation as reference
 
 __all__ = ["BACKWARD", "COUNTED", "OP", "activation"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _native_call(p: Tensor, *args: object) -> str | None:
-    return _reasons.dtype_not_in(p, _DTYPES, "p")
-
-
-def _triton_call(p: Tensor, *args: object) -> str | None:
-    return _triton.cpu_only_interpreted(p) or _reasons.dtype_not_in(p, _DTYPES, "p")
-
-
-def _backends(function: str) -> tuple[Backend, ...]:
-    compiled = Backend(
-        "native",
-        ("cpu",),
-        f"sparsemlp.ops._activation_native:{function}",
-        machine=_native.problem,
-        call=_native_call,
-    )
-    triton = Backend(
-        "triton",
-        _triton.DEVICES,
-        f"sparsemlp.kernels.activation:{function}",
-        machine=_triton.problem,
-        call=_triton_call,
-        unasked=("cpu",),
-    )
-    return compiled, triton
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -74,7 +46,7 @@ OP = Op(
     "Tensor p, Tensor? params, str name",
     fake=lambda p, *args: torch.empty_like(p),
     reference=reference.activation,
-    backends=_backends("forward"),
+    backends=compiled_and_triton("activation", "p"),
     castable=(),
     derivative=(_save, _derive),
 )
@@ -85,7 +57,7 @@ COUNTED = Op(
     returns="(Tensor, Tensor)",
     fake=lambda p, *args: (torch.empty_like(p), p.new_empty((2,), dtype=torch.int64)),
     reference=reference.activation_counts,
-    backends=_backends("counted"),
+    backends=compiled_and_triton("activation", "p", function="counted"),
     castable=(),
     derivative=(_save, _derive),
 )
@@ -95,7 +67,7 @@ BACKWARD = Op(
     "Tensor grad, Tensor p, Tensor? params, str name",
     fake=lambda grad, p, *args: torch.empty_like(p),
     reference=reference.activation_bwd,
-    backends=_backends("backward"),
+    backends=compiled_and_triton("activation", "p", function="backward"),
     castable=(),
     derivative_hint="differentiate sparsemlp.activation with create_graph=True",
 )
@@ -169,9 +141,8 @@ def activation(
 def _check(p: Tensor, name: str, params: Tensor | None) -> None:
     if not isinstance(p, Tensor):
         raise ValueError(f"p is {type(p).__name__}, expected a tensor; convert it with torch.as_tensor")
-    if p.dtype not in _DTYPES and p.dtype != torch.float64:
-        dtype = str(p.dtype).removeprefix("torch.")
-        raise ValueError(f"p is {dtype}, expected float32, bfloat16, float16 or float64; convert it")
+    if p.dtype not in DTYPES and p.dtype != torch.float64:
+        raise ValueError(f"p is {dtype_text(p)}, expected float32, bfloat16, float16 or float64; convert it")
     if p.layout != torch.strided:
         raise ValueError(f"p has layout {p.layout}, expected torch.strided; call p.to_dense()")
     reference.check(p, params, name)

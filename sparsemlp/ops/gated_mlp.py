@@ -2,56 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, _triton
-from sparsemlp._op import Backend, Op, differentiates
+from sparsemlp._layout import has_columns
+from sparsemlp._op import Op, differentiates
 from sparsemlp.ops import _gated_mlp_native as native
-from sparsemlp.ops._checks import as_threshold as _as_threshold
-from sparsemlp.ops._checks import check_activation as _check_activation
-from sparsemlp.ops._checks import check_float32 as _check_float32
-from sparsemlp.ops._checks import check_like as _check_like
-from sparsemlp.ops._checks import check_token_scale as _check_token_scale
-from sparsemlp.ops._checks import describe as _what
-from sparsemlp.ops._checks import dtype_text as _dtype
-from sparsemlp.ops._checks import shape_text as _shape
+from sparsemlp.ops._backends import compiled_and_triton
+from sparsemlp.ops._checks import (
+    as_threshold,
+    check_activation,
+    check_bias,
+    check_differentiable,
+    check_int8,
+    check_like,
+    check_token_scale,
+    check_x,
+    checked_skipped_out,
+    describe,
+    dtype_text,
+)
 from sparsemlp.reference import gated_mlp as reference
 from sparsemlp.router.decide import Router
 
 __all__ = ["OP", "gated_mlp"]
 
 INDICATORS = ("gate", "up", "product", "screen")
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _stored_by_row(w_gate: Tensor, input_threshold: Tensor | None) -> str | None:
+def _stored_by_row(x: Tensor, *args: Any) -> str | None:
     """The kernels leave out columns of the gate only where a column is consecutive."""
-    if input_threshold is None or native.input_major(w_gate):
+    if not args or args[4] is None or has_columns(args[0]):
         return None
     return (
         "needs w_gate stored input by input with input_threshold (strides (1, F), as w_gate.t().contiguous().t()), "
-        f"it has strides {tuple(w_gate.stride())}"
+        f"it has strides {tuple(args[0].stride())}"
     )
-
-
-def _native_call(x: Tensor, *args: Any) -> str | None:
-    reason = _reasons.dtype_not_in(x, _NATIVE_DTYPES)
-    return reason or (_stored_by_row(args[0], args[4]) if args else None)
-
-
-def _triton_call(x: Tensor, *args: Any) -> str | None:
-    reason = _triton.cpu_only_interpreted(x) or _reasons.dtype_not_in(x, _NATIVE_DTYPES)
-    if reason is not None or not args:
-        return reason
-    return _reasons.dtype_not_in(args[0], _NATIVE_DTYPES, "w_gate") or _stored_by_row(args[0], args[4])
 
 
 OP = Op(
@@ -62,23 +54,7 @@ OP = Op(
     "Tensor? screen_scale_gate, Tensor? screen_scale_up, Tensor? activation_params, str activation, str indicator",
     fake=_fake,
     reference=reference.gated_mlp,
-    backends=(
-        Backend(
-            "native",
-            ("cpu",),
-            "sparsemlp.ops._gated_mlp_native:forward",
-            machine=_native.problem,
-            call=_native_call,
-        ),
-        Backend(
-            "triton",
-            _triton.DEVICES,
-            "sparsemlp.kernels.gated_mlp:forward",
-            machine=_triton.problem,
-            call=_triton_call,
-            unasked=("cpu",),
-        ),
-    ),
+    backends=compiled_and_triton("gated_mlp", "x", "w_gate", further=_stored_by_row),
     castable=(0, 1, 2, 3, 9, 10, 11),
     route=Router(native.ROUTES, weight=3, gated=True),
     derivative_hint="call sparsemlp.gated_mlp with backend='auto' or 'reference' to differentiate",
@@ -176,54 +152,34 @@ def gated_mlp(
         if done is not None:
             return done
     OP.check_backend(backend)
-    tokens = _check_x(x)
+    tokens = check_x(x)
     scales = scale_gate, scale_up, scale_down
     _check_weights(x, (w_gate, w_up, w_down_t), scales, by_input=input_threshold is not None)
-    _check_biases(x, w_gate.shape[0], b_gate, b_up, b_down)
+    for name, b, size, letter in (
+        ("b_gate", b_gate, w_gate.shape[0], "F"),
+        ("b_up", b_up, w_gate.shape[0], "F"),
+        ("b_down", b_down, x.shape[-1], "D"),
+    ):
+        check_bias(name, b, size, letter, x)
     check_indicator(indicator)
-    params = _check_activation(x, activation, activation_params)
-    limit = _as_threshold(threshold, x, w_gate.shape[0])
+    params = check_activation(x, activation, activation_params)
+    limit = as_threshold(threshold, x, w_gate.shape[0])
     if input_threshold is not None:
-        input_threshold = _as_threshold(input_threshold, x, x.shape[-1], "input_threshold", "D")
+        input_threshold = as_threshold(input_threshold, x, x.shape[-1], "input_threshold", "D")
     if token_scale is not None:
-        token_scale = _check_token_scale(token_scale, x, tokens)
-    if skipped_mean is None and skipped_out is not None:
-        raise ValueError(
-            "skipped_out is given without skipped_mean, expected both or the mean alone; pass the mean"
-        )
-    if skipped_mean is not None:
-        _check_float32("skipped_mean", skipped_mean, (w_gate.shape[0],), "F", x)
-        if skipped_out is None:
-            mean = skipped_mean.double() if x.dtype == torch.float64 else skipped_mean
-            skipped_out = reference.skipped_out(mean, w_down_t, scale_down)
-        _check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
+        token_scale = check_token_scale(token_scale, x, tokens)
+    skipped_out = checked_skipped_out(x, skipped_mean, skipped_out, w_down_t, scale_down)
     flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
     tensors = (
         flat, w_gate, w_up, w_down_t, limit, input_threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up,
         b_down, *scales,
     )  # fmt: skip
     if differentiates(*tensors, params):
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
-                "transforms it); use backend='auto', or call it under torch.no_grad()"
-            )
+        check_differentiable(backend)
         out = reference.differentiable(*tensors, params, activation, indicator)
     else:
         out = OP(*tensors, None, None, None, None, params, activation, indicator, backend=backend)
     return out if x.dim() == 2 else out.reshape(x.shape)
-
-
-def _check_x(x: Tensor) -> int:
-    """Checks x; returns the number of tokens."""
-    if not isinstance(x, Tensor) or x.dim() == 0:
-        what = f"shape {_shape(x)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x is {what}, expected a tensor of shape (..., D); add a dimension")
-    _check_like("x", x, x)
-    if not x.is_floating_point() or x.element_size() < 2:
-        raise ValueError(f"x is {_dtype(x)}, expected float32, bfloat16, float16 or float64; convert it")
-    d = x.shape[-1]
-    return x.numel() // d if d else math.prod(x.shape[:-1])
 
 
 def _check_weights(
@@ -236,7 +192,7 @@ def _check_weights(
     """Checks the three weights and their scales; with `by_input` w_gate may be stored input by input."""
     d, w_gate = x.shape[-1], weights[0]
     if not isinstance(w_gate, Tensor) or w_gate.dim() != 2 or w_gate.shape[1] != d:
-        raise ValueError(f"w_gate is {_what(w_gate)}, expected (F, D) with x's D = {d}")
+        raise ValueError(f"w_gate is {describe(w_gate)}, expected (F, D) with x's D = {d}")
     f = w_gate.shape[0]
     hints = (
         "an nn.Linear weight as it is",
@@ -245,17 +201,17 @@ def _check_weights(
     )
     for name, w, hint, scale in zip(("w_gate", "w_up", "w_down_t"), weights, hints, scales, strict=True):
         if not isinstance(w, Tensor) or w.dim() != 2 or w.shape[0] != f or w.shape[1] != d:
-            raise ValueError(f"{name} is {_what(w)}, expected (F, D) = ({f}, {d}): {hint}")
+            raise ValueError(f"{name} is {describe(w)}, expected (F, D) = ({f}, {d}): {hint}")
         if w_gate.dtype == torch.int8:
-            _check_int8(name, w, scale, x)
+            check_int8(name, w, _scale_name(name), scale, x, "w_gate", "three")
         else:
-            _check_like(name, w, x)
+            check_like(name, w, x)
             if scale is not None:
                 raise ValueError(
-                    f"{_scale_name(name)} is given with a {name} of {_dtype(w)}, expected it beside int8 weights; "
+                    f"{_scale_name(name)} is given with a {name} of {dtype_text(w)}, expected it beside int8 weights; "
                     "leave it None"
                 )
-        if d > 1 and f > 0 and w.stride(1) != 1 and not (by_input and w is w_gate and native.input_major(w)):
+        if d > 1 and f > 0 and w.stride(1) != 1 and not (by_input and w is w_gate and has_columns(w)):
             or_else = " (or, with input_threshold, inside a column)" if by_input and w is w_gate else ""
             raise ValueError(
                 f"{name} has strides {tuple(w.stride())}, expected unit stride inside a row{or_else}; store it row by "
@@ -265,40 +221,6 @@ def _check_weights(
 
 def _scale_name(weight: str) -> str:
     return {"w_gate": "scale_gate", "w_up": "scale_up", "w_down_t": "scale_down"}[weight]
-
-
-def _check_int8(name: str, w: Tensor, scale: Tensor | None, x: Tensor) -> None:
-    if w.dtype != torch.int8:
-        raise ValueError(
-            f"{name} is {_dtype(w)} beside an int8 w_gate, expected three int8 weights or none; quantise it with "
-            "sparsemlp.quantization.quantize_rows"
-        )
-    if w.layout != torch.strided or w.device != x.device:
-        raise ValueError(
-            f"{name} is {w.layout} on {w.device}, expected torch.strided on x's device {x.device}; convert it"
-        )
-    if scale is None:
-        raise ValueError(
-            f"{_scale_name(name)} is None, expected (F,) = ({w.shape[0]},) float32 beside an int8 {name}; pass the "
-            "scales of sparsemlp.quantization.quantize_rows"
-        )
-    _check_float32(_scale_name(name), scale, (w.shape[0],), "F", x)
-
-
-def _check_biases(
-    x: Tensor, f: int, b_gate: Tensor | None, b_up: Tensor | None, b_down: Tensor | None
-) -> None:
-    d = x.shape[-1]
-    for name, b, size, letter in (
-        ("b_gate", b_gate, f, "F"),
-        ("b_up", b_up, f, "F"),
-        ("b_down", b_down, d, "D"),
-    ):
-        if b is None:
-            continue
-        if not isinstance(b, Tensor) or b.dim() != 1 or b.shape[0] != size:
-            raise ValueError(f"{name} is {_what(b)}, expected ({letter},) = ({size},)")
-        _check_like(name, b, x)
 
 
 def check_indicator(indicator: str) -> None:

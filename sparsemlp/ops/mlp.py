@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, _triton
-from sparsemlp._op import Backend, Op, differentiates
+from sparsemlp._op import Op, differentiates
 from sparsemlp.ops import _mlp_native as native
+from sparsemlp.ops._backends import compiled_and_triton
 from sparsemlp.ops._checks import (
     as_threshold,
     check_activation,
-    check_float32,
+    check_bias,
+    check_differentiable,
+    check_int8,
     check_like,
     check_token_scale,
+    check_x,
+    checked_skipped_out,
     describe,
     dtype_text,
-    shape_text,
 )
 from sparsemlp.reference import mlp as reference
 from sparsemlp.router.decide import Router
 
 __all__ = ["OP", "mlp"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def _native_call(x: Tensor, *args: object) -> str | None:
-    return _reasons.dtype_not_in(x, _DTYPES)
-
-
-def _triton_call(x: Tensor, w_in: Tensor | None = None, *args: object) -> str | None:
-    return (
-        _triton.cpu_only_interpreted(x)
-        or _reasons.dtype_not_in(x, _DTYPES)
-        or (None if w_in is None else _reasons.dtype_not_in(w_in, _DTYPES, "w_in"))
-    )
 
 
 OP = Op(
@@ -51,23 +38,7 @@ OP = Op(
     "Tensor? screen_in, Tensor? screen_scale_in, Tensor? activation_params, str activation",
     fake=_fake,
     reference=reference.mlp,
-    backends=(
-        Backend(
-            "native",
-            ("cpu",),
-            "sparsemlp.ops._mlp_native:forward",
-            machine=_native.problem,
-            call=_native_call,
-        ),
-        Backend(
-            "triton",
-            _triton.DEVICES,
-            "sparsemlp.kernels.mlp:forward",
-            machine=_triton.problem,
-            call=_triton_call,
-            unasked=("cpu",),
-        ),
-    ),
+    backends=compiled_and_triton("mlp", "x", "w_in"),
     castable=(0, 1, 2, 8, 9),
     route=Router(native.ROUTES, weight=2, gated=False),
     derivative_hint="call sparsemlp.mlp with backend='auto' or 'reference' to differentiate",
@@ -161,39 +132,24 @@ def mlp(
             f"input_threshold is {type(input_threshold).__name__}, expected None, mlp thresholds activations only; "
             "compute the first layer with sparsemlp.sparse_linear, which thresholds its input"
         )
-    tokens = _check_x(x)
+    tokens = check_x(x)
     _check_weights(x, w_in, w_out_t, scale_in, scale_out)
-    _check_biases(x, w_in.shape[0], b_in, b_out)
+    check_bias("b_in", b_in, w_in.shape[0], "F", x)
+    check_bias("b_out", b_out, x.shape[-1], "D", x)
     params = check_activation(x, activation, activation_params)
     limit = as_threshold(threshold, x, w_in.shape[0])
     if token_scale is not None:
         token_scale = check_token_scale(token_scale, x, tokens)
-    skipped_out = _checked_skipped_out(x, w_out_t, skipped_mean, skipped_out, scale_out)
+    skipped_out = checked_skipped_out(x, skipped_mean, skipped_out, w_out_t, scale_out)
     flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
     first = flat, w_in, w_out_t, limit
     rest = token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out
     if differentiates(*first, *rest, params):
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
-                "transforms it); use backend='auto', or call it under torch.no_grad()"
-            )
+        check_differentiable(backend)
         out = reference.differentiable(*first, *rest, params, activation)
     else:
         out = OP(*first, None, *rest, None, None, params, activation, backend=backend)
     return out if x.dim() == 2 else out.reshape(x.shape)
-
-
-def _check_x(x: Tensor) -> int:
-    """Checks x; returns the number of tokens."""
-    if not isinstance(x, Tensor) or x.dim() == 0:
-        what = f"shape {shape_text(x)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x is {what}, expected a tensor of shape (..., D); add a dimension")
-    check_like("x", x, x)
-    if not x.is_floating_point() or x.element_size() < 2:
-        raise ValueError(f"x is {dtype_text(x)}, expected float32, bfloat16, float16 or float64; convert it")
-    d = x.shape[-1]
-    return x.numel() // d if d else math.prod(x.shape[:-1])
 
 
 def _check_weights(
@@ -219,7 +175,7 @@ def _check_weights(
         ("w_out_t", w_out_t, "scale_out", scale_out),
     ):
         if w_in.dtype == torch.int8:
-            _check_int8(name, w, scale_name, scale, x)
+            check_int8(name, w, scale_name, scale, x, "w_in", "two")
         else:
             check_like(name, w, x)
             if scale is not None:
@@ -232,52 +188,3 @@ def _check_weights(
                 f"{name} has strides {tuple(w.stride())}, expected unit stride inside a row; store it row by row, "
                 f"e.g. {name}.contiguous()"
             )
-
-
-def _check_int8(name: str, w: Tensor, scale_name: str, scale: Tensor | None, x: Tensor) -> None:
-    if w.dtype != torch.int8:
-        raise ValueError(
-            f"{name} is {dtype_text(w)} beside an int8 w_in, expected two int8 weights or none; quantise it with "
-            "sparsemlp.quantization.quantize_rows"
-        )
-    if w.layout != torch.strided or w.device != x.device:
-        raise ValueError(
-            f"{name} is {w.layout} on {w.device}, expected torch.strided on x's device {x.device}; convert it"
-        )
-    if scale is None:
-        raise ValueError(
-            f"{scale_name} is None, expected (F,) = ({w.shape[0]},) float32 beside an int8 {name}; pass the scales of "
-            "sparsemlp.quantization.quantize_rows"
-        )
-    check_float32(scale_name, scale, (w.shape[0],), "F", x)
-
-
-def _check_biases(x: Tensor, f: int, b_in: Tensor | None, b_out: Tensor | None) -> None:
-    for name, b, size, letter in (("b_in", b_in, f, "F"), ("b_out", b_out, x.shape[-1], "D")):
-        if b is None:
-            continue
-        if not isinstance(b, Tensor) or b.dim() != 1 or b.shape[0] != size:
-            raise ValueError(f"{name} is {describe(b)}, expected ({letter},) = ({size},)")
-        check_like(name, b, x)
-
-
-def _checked_skipped_out(
-    x: Tensor,
-    w_out_t: Tensor,
-    skipped_mean: Tensor | None,
-    skipped_out: Tensor | None,
-    scale_out: Tensor | None,
-) -> Tensor | None:
-    """μ @ w_out_t where only the mean μ is given; both checked."""
-    if skipped_mean is None:
-        if skipped_out is not None:
-            raise ValueError(
-                "skipped_out is given without skipped_mean, expected both or the mean alone; pass the mean"
-            )
-        return None
-    check_float32("skipped_mean", skipped_mean, (w_out_t.shape[0],), "F", x)
-    if skipped_out is None:
-        mean = skipped_mean.double() if x.dtype == torch.float64 else skipped_mean
-        skipped_out = reference.skipped_out(mean, w_out_t, scale_out)
-    check_float32("skipped_out", skipped_out, (x.shape[-1],), "D", x)
-    return skipped_out

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from sparsemlp import _native, _reasons, _triton
-from sparsemlp._op import Backend, Op, differentiates
+from sparsemlp._op import Op, differentiates
 from sparsemlp.ops import _sparse_linear_native as native
+from sparsemlp.ops._backends import compiled_and_triton
 from sparsemlp.ops._checks import (
     as_threshold,
+    check_bias,
+    check_differentiable,
     check_float32,
+    check_int8_place,
     check_like,
     check_token_scale,
+    check_x,
     describe,
     dtype_text,
-    shape_text,
 )
 from sparsemlp.reference import sparse_linear as reference
 
 __all__ = ["OP", "sparse_linear"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _fake(x: Tensor, weight_t: Tensor, *args: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight_t.shape[1]))
-
-
-def _native_call(x: Tensor, *args: object) -> str | None:
-    return _reasons.dtype_not_in(x, _DTYPES)
-
-
-def _triton_call(x: Tensor, weight_t: Tensor | None = None, *args: object) -> str | None:
-    return (
-        _triton.cpu_only_interpreted(x)
-        or _reasons.dtype_not_in(x, _DTYPES)
-        or (None if weight_t is None else _reasons.dtype_not_in(weight_t, _DTYPES, "weight_t"))
-    )
 
 
 OP = Op(
@@ -47,23 +34,7 @@ OP = Op(
     "Tensor x, Tensor weight_t, Tensor threshold, Tensor? token_scale, Tensor? bias, Tensor? scale",
     fake=_fake,
     reference=reference.sparse_linear,
-    backends=(
-        Backend(
-            "native",
-            ("cpu",),
-            "sparsemlp.ops._sparse_linear_native:forward",
-            machine=_native.problem,
-            call=_native_call,
-        ),
-        Backend(
-            "triton",
-            _triton.DEVICES,
-            "sparsemlp.kernels.sparse_linear:forward",
-            machine=_triton.problem,
-            call=_triton_call,
-            unasked=("cpu",),
-        ),
-    ),
+    backends=compiled_and_triton("sparse_linear", "x", "weight_t"),
     castable=(0, 1, 4),
     derivative_hint="call sparsemlp.sparse_linear with backend='auto' or 'reference' to differentiate",
 )
@@ -128,11 +99,7 @@ def sparse_linear(
         token_scale = check_token_scale(token_scale, x, tokens)
     flat = x if x.dim() == 2 else x.reshape(tokens, x.shape[-1])
     if differentiates(x, weight_t, limit, token_scale, bias, scale):
-        if backend not in ("auto", "reference"):
-            raise ValueError(
-                f"backend is {backend!r}, which has no derivative, and an input requires grad (or torch.func "
-                "transforms it); use backend='auto', or call it under torch.no_grad()"
-            )
+        check_differentiable(backend)
         out = reference.differentiable(flat, weight_t, limit, token_scale, bias, scale)
     else:
         out = OP(flat, weight_t, limit, token_scale, bias, scale, backend=backend)
@@ -141,13 +108,7 @@ def sparse_linear(
 
 def _check_tensors(x: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tensor | None) -> int:
     """Checks x, the weights with their scales, and the bias; returns the number of tokens."""
-    if not isinstance(x, Tensor) or x.dim() == 0:
-        what = f"shape {shape_text(x)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x is {what}, expected a tensor of shape (..., K); add a dimension")
-    check_like("x", x, x)
-    if not x.is_floating_point() or x.element_size() < 2:
-        raise ValueError(f"x is {dtype_text(x)}, expected float32, bfloat16, float16 or float64; convert it")
-    k = x.shape[-1]
+    tokens, k = check_x(x, "K"), x.shape[-1]
     if not isinstance(weight_t, Tensor) or weight_t.dim() != 2 or weight_t.shape[0] != k:
         raise ValueError(
             f"weight_t is {describe(weight_t)}, expected (K, N) with x's K = {k}: the transposed nn.Linear weight"
@@ -159,20 +120,15 @@ def _check_tensors(x: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tens
             raise ValueError(
                 f"scale is given with {dtype_text(weight_t)} weights, expected it with int8 weights only; leave it None"
             )
-    elif weight_t.device != x.device or weight_t.layout != torch.strided:
-        where = f"{weight_t.layout} on {weight_t.device}"
-        raise ValueError(f"weight_t is {where}, expected torch.strided on x's device {x.device}; convert it")
-    elif scale is None:
-        raise ValueError(f"scale is None, expected (K,) = ({k},) beside int8 weights; pass their scales")
     else:
+        check_int8_place("weight_t", weight_t, x)
+        if scale is None:
+            raise ValueError(f"scale is None, expected (K,) = ({k},) beside int8 weights; pass their scales")
         check_float32("scale", scale, (k,), "K", x)
     if n > 1 and k > 0 and weight_t.stride(1) != 1:
         raise ValueError(
             f"weight_t has strides {tuple(weight_t.stride())}, expected unit stride inside a row; store it channel by "
             "channel, e.g. weight_t.contiguous()"
         )
-    if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dim() != 1 or bias.shape[0] != n:
-            raise ValueError(f"bias is {describe(bias)}, expected (N,) = ({n},)")
-        check_like("bias", bias, x)
-    return x.numel() // k if k else math.prod(x.shape[:-1])
+    check_bias("bias", bias, n, "N", x)
+    return tokens

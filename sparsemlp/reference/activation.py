@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from sparsemlp import activations
+from sparsemlp.activations import wide
 
 __all__ = [
     "activation", "activation_bwd", "activation_counts", "check", "check_bwd", "counts_of", "differentiable",
     "differentiable_bwd",
 ]  # fmt: skip
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def _fresh(result: Tensor, p: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ def activation(p: Tensor, params: Tensor | None, name: str) -> Tensor:
 
 def counts_of(out: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """(2,) int64: the entries of `out` and those of φ'(p), unrounded, that are not 0; NaN is not 0."""
-    slope = activations.apply(_wide(p), name, params, derivative=True)
+    slope = activations.apply(wide(p), name, params, derivative=True)
     return torch.stack([(out != 0).sum(), (slope != 0).sum()])
 
 
@@ -77,8 +74,8 @@ def activation_counts(p: Tensor, params: Tensor | None, name: str) -> tuple[Tens
 def activation_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """grad · φ'(p), rounded once to p's dtype, and 0 where φ'(p) is 0, whatever grad is."""
     check_bwd(grad, p, params, name)
-    slope = activations.apply(_wide(p), name, params, derivative=True)
-    product = torch.where(slope == 0, 0, _wide(grad) * slope)
+    slope = activations.apply(wide(p), name, params, derivative=True)
+    product = torch.where(slope == 0, 0, wide(grad) * slope)
     return _fresh(product.to(p.dtype), p)
 
 
@@ -90,8 +87,8 @@ def differentiable(p: Tensor, params: Tensor | None, name: str) -> Tensor:
 
 def differentiable_bwd(grad: Tensor, p: Tensor, params: Tensor | None, name: str) -> Tensor:
     """`activation_bwd` as a composition that PyTorch differentiates in grad and p."""
-    slope = activations.apply(_wide(p), name, params, derivative=True)
-    wide = _wide(grad)
+    slope = activations.apply(wide(p), name, params, derivative=True)
+    wide_grad = wide(grad)
     # At φ'(p) = 0 the product is 0 and φ''(p) must still be seen; only a grad that is not finite would make it NaN.
-    kept = torch.where((slope == 0) & ~wide.isfinite(), 0, wide)
+    kept = torch.where((slope == 0) & ~wide_grad.isfinite(), 0, wide_grad)
     return (kept * slope).to(p.dtype)

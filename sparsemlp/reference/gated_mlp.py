@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparsemlp import activations
-from sparsemlp.reference import int8
+from sparsemlp.activations import wide
+from sparsemlp.reference.products import add, neuron_linear, recomputed, rows_linear, unread
 
-__all__ = ["differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "skipped_out"]
+__all__ = [
+    "check_values", "differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "skipped_out",
+]  # fmt: skip
 
 _CHUNK = 1024
 """Neurons widened at a time in `skipped_out`: no wide copy of a half-precision weight."""
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def hidden(
@@ -35,7 +33,7 @@ def hidden(
     a ≠ 0, or just kept with `skipped_mean` μ, where the kept entries are a·u − μ (the caller adds W_down μ). Inactive
     entries are 0 whatever `up` holds.
     """
-    p, u = _wide(pre), _wide(up)
+    p, u = wide(pre), wide(up)
     a = activations.apply(p, activation, activation_params)
     m = {"gate": a, "up": u, "product": a * u}[indicator]
     limit = threshold.to(a.dtype)
@@ -55,8 +53,8 @@ def hidden(
 
 def input_kept(x: Tensor, input_threshold: Tensor) -> Tensor:
     """Which x_k the gate sees, (T, D) bool: not |x_k| < t_k, so a NaN is kept; `input_threshold` is () or (D,)."""
-    wide = _wide(x)
-    return ~(wide.abs() < input_threshold.to(wide.dtype))
+    x_wide = wide(x)
+    return ~(x_wide.abs() < input_threshold.to(x_wide.dtype))
 
 
 def skipped_out(skipped_mean: Tensor, w_down_t: Tensor, scale_down: Tensor | None = None) -> Tensor:
@@ -65,12 +63,12 @@ def skipped_out(skipped_mean: Tensor, w_down_t: Tensor, scale_down: Tensor | Non
     In float64 where the weights or, with int8 ones, the means are.
     """
     decides = w_down_t if scale_down is None else skipped_mean
-    wide = torch.float64 if decides.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if decides.dtype == torch.float64 else torch.float32
     if scale_down is not None:
-        skipped_mean = skipped_mean.to(wide) * scale_down.to(wide)
-    total = torch.zeros(w_down_t.shape[1], dtype=wide, device=w_down_t.device)
+        skipped_mean = skipped_mean.to(dtype) * scale_down.to(dtype)
+    total = torch.zeros(w_down_t.shape[1], dtype=dtype, device=w_down_t.device)
     for mean, rows in zip(skipped_mean.split(_CHUNK), w_down_t.split(_CHUNK), strict=True):
-        total = total + mean.to(wide) @ rows.to(wide)
+        total = total + mean.to(dtype) @ rows.to(dtype)
     return total
 
 
@@ -80,24 +78,7 @@ def _gate(
     """p of the x_k that the gate sees."""
     if input_threshold is not None:
         x = torch.where(input_kept(x, input_threshold), x, 0)
-    return _rows(x, w_gate, scale, b)
-
-
-def _rows(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
-    return F.linear(x, w, b) if scale is None else int8.rows_linear(x, w, scale, b)
-
-
-def _down(h: Tensor, w_down_t: Tensor, scale: Tensor | None) -> Tensor:
-    return h @ w_down_t if scale is None else int8.neuron_linear(h, w_down_t, scale)
-
-
-def _add(out: Tensor, b_down: Tensor | None, skipped_out: Tensor | None) -> Tensor:
-    wide = _wide(out)
-    if b_down is not None:
-        wide = wide + b_down.to(wide.dtype)
-    if skipped_out is not None:
-        wide = wide + skipped_out.to(wide.dtype)
-    return wide.to(out.dtype)
+    return rows_linear(x, w_gate, scale, b)
 
 
 def gemm_bias(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -105,18 +86,6 @@ def gemm_bias(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dt
     if skipped_out is None:
         return b_down
     return (skipped_out if b_down is None else skipped_out + b_down.float()).to(dtype)
-
-
-def _unread(out: Tensor, h: Tensor, active: Tensor, w_t: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`out` = h @ w_t with 0·inf and 0·NaN of inactive entries taken back: their rows count as not read."""
-    bad = ~out.isfinite().all(dim=-1)
-    if not bool(bad.any()):
-        return out
-    out = out.clone()
-    for i in bad.nonzero().flatten().tolist():
-        rows = active[i].nonzero().flatten()
-        out[i] = _down(h[i : i + 1, rows], w_t[rows], None if scale is None else scale[rows])[0]
-    return out
 
 
 def _unread_gate(
@@ -128,18 +97,17 @@ def _unread_gate(
     b: Tensor | None,
 ) -> Tensor:
     """`pre` with 0·inf and 0·NaN of the x_k that the gate does not see taken back."""
-    bad = ~pre.isfinite().all(dim=-1)
-    if not bool(bad.any()):
-        return pre
-    pre = pre.clone()
-    seen = input_kept(x, input_threshold) & (x != 0)
-    for i in bad.nonzero().flatten().tolist():
-        channels = seen[i].nonzero().flatten()
-        pre[i] = _rows(x[i : i + 1, channels], w_gate[:, channels], scale, b)[0]
-    return pre
+
+    def row(i: int) -> Tensor:
+        one = x[i : i + 1]
+        seen = (input_kept(one, input_threshold) & (one != 0))[0].nonzero().flatten()
+        return rows_linear(one[:, seen], w_gate[:, seen], scale, b)
+
+    return recomputed(pre, row)
 
 
-def _check_values(name: str, threshold: Tensor) -> None:
+def check_values(name: str, threshold: Tensor) -> None:
+    """Raises where a threshold is negative or NaN."""
     if not bool((threshold >= 0).all()):
         raise ValueError(f"{name} holds a negative or NaN value, expected values >= 0 (inf: never active)")
 
@@ -171,19 +139,19 @@ def gated_mlp(
     """y of `sparsemlp.gated_mlp` for x of shape (T, D); the operator's arguments in order."""
     on_cpu = x.device.type == "cpu"  # elsewhere a look at the values would stall the device
     if on_cpu:
-        _check_values("threshold", threshold)
+        check_values("threshold", threshold)
     pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
     if on_cpu and input_threshold is not None:
-        _check_values("input_threshold", input_threshold)
+        check_values("input_threshold", input_threshold)
         pre = _unread_gate(pre, x, w_gate, input_threshold, scale_gate, b_gate)
-    up = _rows(x, w_up, scale_up, b_up)
+    up = rows_linear(x, w_up, scale_up, b_up)
     h, active = hidden(
         pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
     )
-    out = _down(h, w_down_t, scale_down)
+    out = neuron_linear(h, w_down_t, scale_down)
     if on_cpu:
-        out = _unread(out, h, active, w_down_t, scale_down)
-    return _add(out, b_down, skipped_out)
+        out = unread(out, h, active, w_down_t, scale_down)
+    return add(out, b_down, skipped_out)
 
 
 def differentiable(
@@ -212,6 +180,6 @@ def differentiable(
     threshold, reaches the output, as in the dense MLP.
     """
     pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
-    up = _rows(x, w_up, scale_up, b_up)
+    up = rows_linear(x, w_up, scale_up, b_up)
     h, _ = hidden(pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator)
-    return _add(_down(h, w_down_t, scale_down), b_down, skipped_out)
+    return add(neuron_linear(h, w_down_t, scale_down), b_down, skipped_out)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsemlp.activations import wide
+
 __all__ = ["neuron_linear", "rows_linear"]
 
 _CHUNK = 1024
 """Neurons, or columns of the down projection, widened at a time: no wide copy of a matrix."""
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -30,19 +28,19 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 def rows_linear(x: Tensor, w: Tensor, scale: Tensor, b: Tensor | None) -> Tensor:
     """x @ (scale[:, None]·w).T + b, rounded once to x's dtype: (T, F) from x (T, D), w (F, D) int8, scale (F,)."""
-    wide = _wide(x)
-    products = torch.cat([F.linear(wide, rows.to(wide.dtype)) for rows in w.split(_CHUNK)], dim=-1)
-    products = products * scale.to(wide.dtype)
+    x_wide = wide(x)
+    products = torch.cat([F.linear(x_wide, rows.to(x_wide.dtype)) for rows in w.split(_CHUNK)], dim=-1)
+    products = products * scale.to(x_wide.dtype)
     if b is not None:
-        products = products + b.to(wide.dtype)
+        products = products + b.to(x_wide.dtype)
     return products.to(_result_dtype(x))
 
 
 def neuron_linear(h: Tensor, w_t: Tensor, scale: Tensor, b: Tensor | None = None) -> Tensor:
     """h @ (scale[:, None]·w_t) + b, rounded once to h's dtype: (T, D) from h (T, F), w_t (F, D) int8, scale (F,)."""
-    wide = _wide(h)
-    scaled = wide * scale.to(wide.dtype)
-    out = torch.cat([scaled @ columns.to(wide.dtype) for columns in w_t.split(_CHUNK, dim=1)], dim=-1)
+    h_wide = wide(h)
+    scaled = h_wide * scale.to(h_wide.dtype)
+    out = torch.cat([scaled @ columns.to(h_wide.dtype) for columns in w_t.split(_CHUNK, dim=1)], dim=-1)
     if b is not None:
-        out = out + b.to(wide.dtype)
+        out = out + b.to(h_wide.dtype)
     return out.to(_result_dtype(h))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsemlp.reference.gated_mlp import _add, _check_values, _down, _rows, _unread, skipped_out
-from sparsemlp.reference.gated_mlp import hidden as _gated_hidden
+from sparsemlp.reference import gated_mlp as gated
+from sparsemlp.reference.gated_mlp import check_values, skipped_out
+from sparsemlp.reference.products import add, neuron_linear, rows_linear, unread
 
 __all__ = ["differentiable", "hidden", "mlp", "skipped_out"]
 
@@ -24,7 +25,7 @@ def hidden(
     kept and a ≠ 0, or just kept with `skipped_mean` μ, where the kept entries are a − μ (the caller adds W_out μ).
     """
     one = pre.new_ones(())
-    return _gated_hidden(pre, one, threshold, token_scale, skipped_mean, activation_params, activation)
+    return gated.hidden(pre, one, threshold, token_scale, skipped_mean, activation_params, activation)
 
 
 def mlp(
@@ -48,13 +49,13 @@ def mlp(
     """y of `sparsemlp.mlp` for x of shape (T, D); the operator's arguments in order."""
     on_cpu = x.device.type == "cpu"  # elsewhere a look at the values would stall the device
     if on_cpu:
-        _check_values("threshold", threshold)
-    pre = _rows(x, w_in, scale_in, b_in)
+        check_values("threshold", threshold)
+    pre = rows_linear(x, w_in, scale_in, b_in)
     h, active = hidden(pre, threshold, token_scale, skipped_mean, activation_params, activation)
-    out = _down(h, w_out_t, scale_out)
+    out = neuron_linear(h, w_out_t, scale_out)
     if on_cpu:
-        out = _unread(out, h, active, w_out_t, scale_out)
-    return _add(out, b_out, skipped_out)
+        out = unread(out, h, active, w_out_t, scale_out)
+    return add(out, b_out, skipped_out)
 
 
 def differentiable(
@@ -76,6 +77,6 @@ def differentiable(
 
     Unlike `mlp`, an inf or NaN in an output row of an inactive neuron reaches the output, as in the dense MLP.
     """
-    pre = _rows(x, w_in, scale_in, b_in)
+    pre = rows_linear(x, w_in, scale_in, b_in)
     h, _ = hidden(pre, threshold, token_scale, skipped_mean, activation_params, activation)
-    return _add(_down(h, w_out_t, scale_out), b_out, skipped_out)
+    return add(neuron_linear(h, w_out_t, scale_out), b_out, skipped_out)

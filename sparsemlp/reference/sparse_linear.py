@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsemlp.activations import wide
 from sparsemlp.reference import int8
-from sparsemlp.reference.gated_mlp import _check_values, _wide, hidden
+from sparsemlp.reference.gated_mlp import check_values, hidden
+from sparsemlp.reference.products import recomputed
 
 __all__ = ["differentiable", "masked", "sparse_linear"]
 
@@ -23,7 +25,7 @@ def _product(h: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tensor | N
     """h @ weight_t + bias; of int8 weights Σ_k (h_k · scale_k) · weight_t[k] + bias in float32, rounded once."""
     if scale is None:
         return F.linear(h, weight_t.t(), bias)
-    out = int8.neuron_linear(_wide(h), weight_t, scale)
+    out = int8.neuron_linear(wide(h), weight_t, scale)
     if bias is not None:
         out = out + bias.to(out.dtype)
     return out.to(h.dtype)
@@ -40,15 +42,16 @@ def sparse_linear(
     """y of `sparsemlp.sparse_linear` for x of shape (T, K); the operator's arguments in order."""
     on_cpu = x.device.type == "cpu"  # elsewhere a look at the values would stall the device
     if on_cpu:
-        _check_values("threshold", threshold)
+        check_values("threshold", threshold)
     h, active = masked(x, threshold, token_scale)
     out = _product(h, weight_t, bias, scale)
-    if on_cpu:  # 0·inf and 0·NaN of entries that are not active are taken back: their rows count as not read
-        for i in (~out.isfinite().all(dim=-1)).nonzero().flatten().tolist():
-            rows = active[i].nonzero().flatten()
-            scales = None if scale is None else scale[rows]
-            out[i] = _product(h[i : i + 1, rows], weight_t[rows], bias, scales)[0]
-    return out
+
+    def row(i: int) -> Tensor:
+        rows = active[i].nonzero().flatten()
+        return _product(h[i : i + 1, rows], weight_t[rows], bias, None if scale is None else scale[rows])
+
+    # 0·inf and 0·NaN of entries that are not active are taken back: their rows count as not read.
+    return recomputed(out, row) if on_cpu else out
 
 
 def differentiable(
