@@ -181,8 +181,9 @@ class Op:
         return ("auto", *(b.name for b in self.backends), "reference")
 
     def check_backend(self, backend: str) -> None:
-        if backend not in self.choices:
-            raise ValueError(f"backend is {backend!r}, expected one of: {', '.join(self.choices)}")
+        if not isinstance(backend, str) or backend not in self.choices:
+            what = repr(backend) if isinstance(backend, str) else type(backend).__name__
+            raise ValueError(f"backend is {what}, expected one of: {', '.join(self.choices)}")
 
     def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Any]:
         """The function that computes this call; an explicit backend never falls back."""

@@ -151,7 +151,8 @@ def get(name: str, argument: str = "activation") -> Activation:
         return ACTIVATIONS[name]
     except (KeyError, TypeError):
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{argument} is {name!r}, expected one of: {known}") from None
+        what = repr(name) if isinstance(name, str) else type(name).__name__
+        raise ValueError(f"{argument} is {what}, expected one of: {known}") from None
 
 
 def wide(t: Tensor) -> Tensor:

@@ -33,6 +33,20 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function
 
 
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Address and bytes of a CPU tensor's memory; None where it has none of its own."""
+    try:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # not initialised yet, a wrapper around other tensors, inside torch.func
+        return None
+
+
 def use_huge_pages(target: Tensor | nn.Module) -> int:
     """Asks the system to keep a CPU tensor's memory, or that of a module's parameters and buffers, in huge pages.
 
@@ -57,11 +71,7 @@ def use_huge_pages(target: Tensor | nn.Module) -> int:
     madvise = _madvise()
     if madvise is None:
         return 0
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if t.device.type == "cpu" and t.layout == torch.strided
-    }
+    storages = dict(place for place in map(_place, tensors) if place is not None)
     huge: dict[int, bool] = {}
     total = 0
     for begin, size in storages.items():

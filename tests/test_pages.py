@@ -64,6 +64,14 @@ def test_what_is_small_or_elsewhere_and_other_systems(monkeypatch: pytest.Monkey
     pages._madvise.cache_clear()
 
 
+def test_tensors_without_memory_of_their_own() -> None:
+    assert pages.use_huge_pages(nn.LazyLinear(1000)) == 0
+    with torch.device("meta"):
+        assert pages.use_huge_pages(nn.Linear(1000, 1000)) == 0
+    torch.vmap(lambda t: t * float(pages.use_huge_pages(t) == 0))(torch.zeros(2, MB))
+    assert pages.use_huge_pages(torch._efficientzerotensor(MB)) == 0
+
+
 def test_the_error() -> None:
     with pytest.raises(ValueError, match="target is list, expected a tensor"):
         pages.use_huge_pages([1])  # type: ignore[arg-type]

@@ -71,18 +71,14 @@ template <class S> bool run_quantize(const void* x, int64_t n, int64_t parts, in
     }
     if (!finite)
         return false;
-    // A subnormal unit would not divide exactly; what is lost below it is nothing beside `most`'s rounding.
     const float step = most / kLevels;
-    if (!(step >= 1.17549435e-38f)) {
-        const float scale = most > 0.f ? 1.17549435e-38f : 0.f;
-        *unit = scale;
-        for (int64_t k = 0; k < n; ++k)
-            values[k] = static_cast<int16_t>(scale > 0.f ? rintf(widen(row[k]) / scale) : 0.f);
-        for (int64_t k = n; k < parts * n; ++k)
-            values[k] = 0;
+    *unit = step;
+    if (most == 0.f) {
+        memset(values, 0, parts * n * sizeof *values);
         return true;
     }
-    *unit = step;
+    if (step < 1.17549435e-38f) // a subnormal unit does not divide exactly
+        return false;
     for (int64_t k = 0; k < n; ++k) {
         const float ratio = widen(row[k]) / step;
         const float whole = rintf(ratio < -kLevels ? -kLevels : ratio > kLevels ? kLevels : ratio);

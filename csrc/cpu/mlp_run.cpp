@@ -87,7 +87,7 @@ void compute(MlpCall call, const MlpKernels& kernel, uint8_t* finite) {
 }
 
 // The tokens as integers, for int8 weights, into tensors that must outlive the call; zeros and a bit of `bad` where one
-// holds an inf or NaN, which integers cannot.
+// cannot be held.
 std::pair<Tensor, Tensor> quantize(MlpCall& call, const MlpKernels& kernel, Dtype dtype, uint32_t* bad) {
     call.quantized.parts = dtype == Dtype::f32 ? 2 : 1;
     const int64_t each = call.quantized.parts * call.width, bytes = dtype == Dtype::f32 ? 4 : 2;

@@ -116,7 +116,8 @@ struct MlpKernels {
     bool (*reduce)(const MlpCall&, int64_t begin, int64_t end);
     // Rows [begin, end); false when it met a negative or NaN threshold.
     bool (*hidden)(const HiddenCall&, int64_t begin, int64_t end, int64_t* active);
-    // One token of n values as integers: [parts, n] and its unit. A token with an inf or NaN: false.
+    // One token of n values as integers: [parts, n] and its unit. False where they cannot hold it: an inf or NaN, or
+    // all entries below 4e-34.
     bool (*quantize)(const void* x, int64_t n, int64_t parts, int16_t* values, float* unit);
     LaneKernels lanes;
     DenseKernels dense;

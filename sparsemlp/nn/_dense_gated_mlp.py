@@ -200,8 +200,8 @@ def recognised(act: Callable[[Tensor], Tensor]) -> str | None:
     gelu_fast) and quick_gelu, clipped gelu or relu6 must not be taken for their relatives. The far points tell the
     clipped ones.
     """
-    far = torch.tensor([-100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 100.0], dtype=torch.float64)
-    points = torch.cat([torch.linspace(-12, 12, 197, dtype=torch.float64), far])
+    far = torch.tensor([-100.0, -50.0, -20.0, 0.0, 20.0, 50.0, 100.0], dtype=torch.float64, device="cpu")
+    points = torch.cat([torch.linspace(-12, 12, 197, dtype=torch.float64, device="cpu"), far])
     with torch.no_grad():
         try:
             values = act(points.clone())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsemlp import activations
+from sparsemlp.ops._checks import number_text
 
 __all__ = [
     "checked_activation",
@@ -24,6 +25,10 @@ def checked_threshold(
         f"a number ≥ 0 or a tensor of shape () or ({letter},){'' if neurons is None else f' = ({neurons},)'}"
     )
     if isinstance(threshold, Tensor):
+        if threshold.layout != torch.strided or threshold.is_meta:
+            raise ValueError(
+                f"{name} is {threshold.layout} on {threshold.device}, expected torch.strided with values"
+            )
         if not threshold.is_floating_point():
             raise ValueError(
                 f"{name} is {str(threshold.dtype).removeprefix('torch.')}, expected float32; convert it"
@@ -35,7 +40,7 @@ def checked_threshold(
         try:
             number = float(threshold)
         except OverflowError:
-            raise ValueError(f"{name} is {threshold}, expected {expected}") from None
+            raise ValueError(f"{name} is {number_text(threshold)}, expected {expected}") from None
         value = torch.tensor(number, dtype=torch.float32, device="cpu")
     else:
         raise ValueError(f"{name} is {type(threshold).__name__}, expected {expected}")

@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "dtype_text",
     "number_tensor",
+    "number_text",
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -46,10 +47,21 @@ def describe(t: object) -> str:
     return f"shape {shape_text(t)}" if isinstance(t, Tensor) else type(t).__name__
 
 
-def check_like(name: str, t: Tensor, x: Tensor) -> None:
-    """t's layout, dtype and device are x's; under autocast the dtypes may differ, the operator converts them."""
+def number_text(number: object) -> str:
+    """A number for a message; Python refuses to write integers of thousands of digits."""
+    if isinstance(number, int) and number.bit_length() > 1024:
+        return "an integer beyond every float" if number > 0 else "a negative integer beyond every float"
+    return str(number)
+
+
+def check_strided(name: str, t: Tensor) -> None:
     if t.layout != torch.strided:
         raise ValueError(f"{name} has layout {t.layout}, expected torch.strided; call {name}.to_dense()")
+
+
+def check_like(name: str, t: Tensor, x: Tensor) -> None:
+    """t's layout, dtype and device are x's; under autocast the dtypes may differ, the operator converts them."""
+    check_strided(name, t)
     if t.device != x.device:
         raise ValueError(f"{name} is on {t.device}, expected x's device {x.device}; move one of them")
     if t.dtype == x.dtype:
@@ -106,6 +118,7 @@ def check_int8(
 def check_float32(name: str, t: Tensor, shape: tuple[int, ...], letters: str, x: Tensor) -> None:
     if not isinstance(t, Tensor) or tuple(t.shape) != shape:
         raise ValueError(f"{name} is {describe(t)}, expected ({letters},) = ({', '.join(map(str, shape))},)")
+    check_strided(name, t)
     if t.dtype != torch.float32 and not (x.dtype == torch.float64 and t.dtype == torch.float64):
         raise ValueError(f"{name} is {dtype_text(t)}, expected float32; convert it")
     if t.device != x.device:
@@ -138,6 +151,7 @@ def as_threshold(
 ) -> Tensor:
     """The threshold as a tensor; numbers become float32 (float64 beside float64 x), beyond its range infinite."""
     if isinstance(threshold, Tensor):
+        check_strided(name, threshold)
         if threshold.dim() != 0:
             check_float32(name, threshold, (size,), letter, x)
         elif threshold.dtype not in (torch.float32, torch.float64) or threshold.device != x.device:
@@ -154,7 +168,7 @@ def as_threshold(
     except OverflowError:  # an integer beyond the floats
         number = math.nan
     if not number >= 0:
-        raise ValueError(f"{name} is {threshold}, expected a number ≥ 0 (inf: never active)")
+        raise ValueError(f"{name} is {number_text(threshold)}, expected a number ≥ 0 (inf: never active)")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if number > torch.finfo(dtype).max:
         number = math.inf
@@ -177,7 +191,7 @@ def number_tensor(number: float | Tensor) -> Tensor | None:
         if len(_numbers) >= _MOST_NUMBERS:
             _numbers.clear()
         with torch.inference_mode(False):
-            found = _numbers[number] = torch.full((), number, dtype=torch.float32, device="cpu")
+            found = _numbers[number] = torch.full((), float(number), dtype=torch.float32, device="cpu")
     return found
 
 
@@ -186,6 +200,7 @@ def check_token_scale(scale: Tensor, x: Tensor, tokens: int) -> Tensor:
         raise ValueError(
             f"token_scale is {describe(scale)}, expected (T,) = ({tokens},) or x's leading shape"
         )
+    check_strided("token_scale", scale)
     flat = scale.reshape(tokens)
     check_float32("token_scale", flat, (tokens,), "T", x)
     return flat

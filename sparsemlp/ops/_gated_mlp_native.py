@@ -99,7 +99,7 @@ def direct(
 
 def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tensor | None) -> Tensor:
     """p without bias, float32, of the x_k that are not below their threshold; the others' columns are not read."""
-    ones = None if scale is None else torch.ones(w_gate.shape[1])
+    ones = None if scale is None else torch.ones(w_gate.shape[1], dtype=torch.float32, device="cpu")
     try:
         pre = sparse_linear._fused(x, w_gate.t(), input_threshold, None, None, ones, True, _native.isa())
     except RuntimeError as error:

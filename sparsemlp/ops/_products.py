@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsemlp.reference import int8
+
 __all__ = ["Fused", "active_product", "by_chunks", "hidden", "rows_linear"]
 
 Fused = Callable[[Tensor, Tensor | None], Tensor]
@@ -26,9 +28,14 @@ hidden = torch.ops.sparsemlp._hidden_native.default
 
 
 def rows_linear(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
-    """x @ w.T + b; of int8 weights a slice at a time, the integers as x's dtype (exact), rounded again by the scale."""
+    """x @ w.T + b; of int8 weights a slice at a time, the integers as x's dtype (exact), rounded again by the scale.
+
+    float16 does not hold sums of integers: there everything is float32, rounded once.
+    """
     if scale is None:
         return F.linear(x, w, b)
+    if x.dtype == torch.float16:
+        return int8.rows_linear(x, w, scale, b)
     wide = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in w.split(_SLICE)], dim=-1).mul_(scale)
     return wide if b is None else wide.add_(b)
 
@@ -37,6 +44,8 @@ def _neuron_linear(h: Tensor, w_t: Tensor, scale: Tensor | None, b: Tensor | Non
     """h @ w_t + b, likewise; h is overwritten."""
     if scale is None:
         return F.linear(h, w_t.t(), b)
+    if h.dtype == torch.float16:
+        return int8.neuron_linear(h, w_t, scale, b)
     h = h.mul_(scale)
     slices = w_t.split(_SLICE, dim=1)
     biases = (None,) * len(slices) if b is None else b.split(_SLICE)

@@ -225,7 +225,8 @@ def _scale_name(weight: str) -> str:
 
 def check_indicator(indicator: str) -> None:
     """Whether it is one of those that are built."""
-    if indicator not in INDICATORS:
-        raise ValueError(f"indicator is {indicator!r}, expected one of: {', '.join(INDICATORS)}")
+    if not isinstance(indicator, str) or indicator not in INDICATORS:
+        what = repr(indicator) if isinstance(indicator, str) else type(indicator).__name__
+        raise ValueError(f"indicator is {what}, expected one of: {', '.join(INDICATORS)}")
     if indicator == "screen":
         raise ValueError("indicator is 'screen', expected gate, up or product; screen is not built yet")
