@@ -182,7 +182,7 @@ class Op:
 
     def check_backend(self, backend: str) -> None:
         if not isinstance(backend, str) or backend not in self.choices:
-            what = repr(backend) if isinstance(backend, str) else type(backend).__name__
+            what = type(backend).__name__ if isinstance(backend, Tensor) else repr(backend)
             raise ValueError(f"backend is {what}, expected one of: {', '.join(self.choices)}")
 
     def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Any]:

@@ -151,7 +151,7 @@ def get(name: str, argument: str = "activation") -> Activation:
         return ACTIVATIONS[name]
     except (KeyError, TypeError):
         known = ", ".join(ACTIVATIONS)
-        what = repr(name) if isinstance(name, str) else type(name).__name__
+        what = type(name).__name__ if isinstance(name, Tensor) else repr(name)
         raise ValueError(f"{argument} is {what}, expected one of: {known}") from None
 
 

@@ -226,7 +226,7 @@ def _scale_name(weight: str) -> str:
 def check_indicator(indicator: str) -> None:
     """Whether it is one of those that are built."""
     if not isinstance(indicator, str) or indicator not in INDICATORS:
-        what = repr(indicator) if isinstance(indicator, str) else type(indicator).__name__
+        what = type(indicator).__name__ if isinstance(indicator, Tensor) else repr(indicator)
         raise ValueError(f"indicator is {what}, expected one of: {', '.join(INDICATORS)}")
     if indicator == "screen":
         raise ValueError("indicator is 'screen', expected gate, up or product; screen is not built yet")
