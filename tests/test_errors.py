@@ -224,7 +224,10 @@ BAD = {
         dict(activation=[], threshold=torch.tensor(0.0)),
         r"activation is \[\], expected one of: relu, .*",
     ),
-    "threshold-beyond-floats": (dict(threshold=10**400), r"threshold is an integer beyond every float, expected a number ≥ 0 .*"),
+    "threshold-beyond-floats": (
+        dict(threshold=10**400),
+        r"threshold is an integer beyond every float, expected a number ≥ 0 .*",
+    ),
     "params-half": (
         dict(activation="mix", activation_params=torch.ones(1, dtype=torch.float16)),
         r"activation_params is float16 on cpu, expected float32 on x's device cpu",

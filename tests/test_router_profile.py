@@ -205,14 +205,16 @@ def test_calls_work_whatever_the_file_says() -> None:
     """Nothing that lies in the cache folder can break a call."""
     file = path(host.this())
     file.parent.mkdir(parents=True)
-    x, *weights = (torch.randn(n, 16) for n in (40, 32, 32, 32))
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(n, 16, generator=generator) for n in (40, 32, 32, 32))
     expected = sparsemlp.gated_mlp(x, *weights, backend="reference")
     for content in ("{", '{"schema": 9}', json.dumps({"schema": 1, "machine": []})):
         file.write_text(content)
         profile._warn.cache_clear()
         decide.forget()
         with sparsemlp.set_router("auto"), pytest.warns(UserWarning, match="is not used"):
-            torch.testing.assert_close(sparsemlp.gated_mlp(x, *weights), expected)
+            found = sparsemlp.gated_mlp(x, *weights)
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
     decide.forget()
 
 
