@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparsemlp._reasons import spelled
+
 __all__ = ["Backend", "BackendUnavailableError", "Op"]
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
@@ -182,8 +184,7 @@ class Op:
 
     def check_backend(self, backend: str) -> None:
         if not isinstance(backend, str) or backend not in self.choices:
-            what = type(backend).__name__ if isinstance(backend, Tensor) else repr(backend)
-            raise ValueError(f"backend is {what}, expected one of: {', '.join(self.choices)}")
+            raise ValueError(f"backend is {spelled(backend)}, expected one of: {', '.join(self.choices)}")
 
     def select(self, args: tuple[Any, ...], backend: str) -> Callable[..., Any]:
         """The function that computes this call; an explicit backend never falls back."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparsemlp._reasons import spelled
+
 __all__ = ["ACTIVATIONS", "IDS", "Activation", "apply", "get", "wide"]
 
 
@@ -151,8 +153,7 @@ def get(name: str, argument: str = "activation") -> Activation:
         return ACTIVATIONS[name]
     except (KeyError, TypeError):
         known = ", ".join(ACTIVATIONS)
-        what = type(name).__name__ if isinstance(name, Tensor) else repr(name)
-        raise ValueError(f"{argument} is {what}, expected one of: {known}") from None
+        raise ValueError(f"{argument} is {spelled(name)}, expected one of: {known}") from None
 
 
 def wide(t: Tensor) -> Tensor:

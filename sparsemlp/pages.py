@@ -40,10 +40,7 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
             return None
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # not initialised yet, a wrapper around other tensors, inside torch.func
+    except (RuntimeError, ValueError):  # not initialised yet; a wrapper around others, as in torch.func
         return None
 
 

@@ -75,7 +75,7 @@ def samples(dtype: torch.dtype) -> Iterator[tuple[str, Any, Any]]:
 def activations(p: Tensor, isas: int) -> None:
     """Forward, counts and backward."""
     for number in range(isas):
-        _native.isa = lambda number=number: number  # type: ignore[assignment]
+        _native.isa = lambda number=number: number  # type: ignore[assignment] # in place of a cached function
         leaf = p.detach().requires_grad_(True)
         out, _ = sparsemlp.activation(leaf, "gelu", counts=True, backend="native")
         torch.autograd.grad(out, leaf, p)
@@ -90,7 +90,7 @@ def main() -> None:
             for at_end in (True, False):
                 there = at_guards(sample, at_end)
                 for number, name in enumerate(names):
-                    _native.isa = lambda number=number: number  # type: ignore[assignment]
+                    _native.isa = lambda number=number: number  # type: ignore[assignment] # likewise
                     print(f"{what}, {name}, {'end' if at_end else 'beginning'}", flush=True)
                     there.run(function, backend="native")
                 activations(guarded(sample.x, at_end), len(names))

@@ -12,9 +12,7 @@ from sparsemlp.ops import _gated_mlp_native, _mlp_native
 from sparsemlp.quantization import quantize_rows
 
 ROUTES = ("sparse", "dense", "pytorch")
-NEEDS_LIBRARY = pytest.mark.skipif(
-    _native.problem() is not None, reason="the routes are the compiled library's"
-)
+NEEDS_LIBRARY = pytest.mark.skipif(_native.problem() is not None, reason=f"native: {_native.problem()}")
 
 
 def weights(count: int, f: int, d: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -211,10 +211,10 @@ template <class S, class W> struct Slot {
         return V::kept(u != nullptr ? V::fma(value, V::load(u), V::zero()) : value, value, limit, zeros);
     }
 
-    // The same for n neurons that lie together and one threshold: whole vectors of (neuron, token). wanted[i] for each.
-    void want_together(int64_t n, const float* a, const float* u, float threshold, bool zeros, uint32_t* wanted) const {
+    // The same for n neurons that lie together and one limit: whole vectors of (neuron, token). wanted[i] for each.
+    void want_together(int64_t n, const float* a, const float* u, float most, bool zeros, uint32_t* wanted) const {
         uint8_t bits[kBlock * kTogether / 8 + V::W / 8 + 4];
-        const typename V::F limit = V::set1(threshold);
+        const typename V::F limit = V::set1(most);
         for (int64_t i = 0; i < n * T; i += V::W) {
             const uint32_t found = kept(a + i, u != nullptr ? u + i : nullptr, limit, zeros);
             memcpy(bits + i / 8, &found, V::W / 8);
@@ -234,9 +234,9 @@ template <class S, class W> struct Slot {
         const bool zeros = rule.skipped_mean != nullptr || indicator == Indicator::up;
         uint32_t wanted[kBlock];
         float* const values = act + at * T;
-        if (T <= kTogether && rule.threshold_step == 0 && rule.token_scale == nullptr) {
+        if (T <= kTogether && rule.threshold_step == 0 && (T == 1 || rule.token_scale == nullptr)) {
             valid &= rule.threshold[0] >= 0.f;
-            want_together(n, values, also, rule.threshold[0], zeros, wanted);
+            want_together(n, values, also, limit_of(rule, rule.threshold[0], 0), zeros, wanted);
         } else {
             for (int64_t i = 0; i < n; ++i) {
                 const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
@@ -327,7 +327,8 @@ template <class S, class W> struct Slot {
         const W* downs[kGroup];
         const char* soon[kGroup];
         const Matrix* const m = other();
-        const Matrix& next_read = m != nullptr && m->rows != nullptr ? *m : call.down;
+        const bool dots_next = m != nullptr && m->rows != nullptr;
+        const Matrix& next_read = dots_next ? *m : call.down;
         for (int64_t g = 0, count; g < found; g += count) {
             if (const int64_t next = chain_of(index[g]); next != chain) {
                 if (chain >= 0)
@@ -338,7 +339,9 @@ template <class S, class W> struct Slot {
             for (int64_t i = 0; i < count; ++i)
                 downs[i] = row(call.down, index[g + i]);
             const int64_t next = g + count < found ? g + count : g;
-            next_rows<W>(whole, count, found - next, [&](int64_t i) { return row(next_read, index[next + i]); }, soon);
+            next_rows<W>(
+                whole || !dots_next, count, found - next, [&](int64_t i) { return row(next_read, index[next + i]); },
+                soon);
             if (m != nullptr)
                 second_values(*m, g, count, downs, second);
             finish_hidden(g, count, m != nullptr ? second : nullptr);

@@ -77,8 +77,7 @@ template <class W> struct ColumnSums {
             for (int64_t i = 0; i < count; ++i)
                 rows[i] = row(g + i);
             const int64_t next = g + count < end ? g + count : g;
-            next_rows<W>(
-                whole_rows(call.tokens, n), count, end - next, [&](int64_t i) { return row(next + i); }, ahead);
+            next_rows<W>(true, count, end - next, [&](int64_t i) { return row(next + i); }, ahead);
             axpy_tokens(rows, call.values + g * call.tokens, call.tokens, count, acc_of, n, whole, ahead);
         }
     }

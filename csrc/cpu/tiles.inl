@@ -320,14 +320,15 @@ inline void axpy_tokens(const bf16* const* rows, const float* h, int64_t T, int6
 }
 #endif
 
-// What a group of `count` rows prefetches with its last columns: the next group's rows if these are read `whole`, else
-// the first columns of a few of them: at(i) is row i of what is read next, of `more` rows.
-template <class W, class At> inline void next_rows(bool whole, int64_t count, int64_t more, At at, const char** ahead) {
+// What a group of `count` rows prefetches with its last columns, at(i) being row i of what is read next, of `more`
+// rows: the first columns of `each` of as many rows, for more additions; else of a few of them, further ones too, for
+// dots.
+template <class W, class At> inline void next_rows(bool each, int64_t count, int64_t more, At at, const char** ahead) {
     constexpr int64_t kFew = 8;
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t row = whole ? i : i % kFew;
+        const int64_t row = each ? i : i % kFew;
         const W* place = row < more ? at(row) : at(0);
-        ahead[i] = reinterpret_cast<const char*>(whole ? place : place + i / kFew * kStretch);
+        ahead[i] = reinterpret_cast<const char*>(each ? place : place + i / kFew * kStretch);
     }
 }
 

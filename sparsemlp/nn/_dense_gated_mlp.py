@@ -132,7 +132,7 @@ def probe_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Li
 
 
 def close(out: object, expected: Tensor) -> bool:
-    """Whether a float64 probe's output is what is expected."""
+    """Whether a float64 probe's output is what is expected: the same to rounding, which is 1e-14 of such small sums."""
     return (
         isinstance(out, Tensor)
         and out.shape == expected.shape

@@ -126,8 +126,8 @@ def _twin(module: nn.Module, members: Members) -> tuple[nn.Module, Tensor, tuple
     twin = bare(module)
     twin.__dict__["training"] = False
     twin.__dict__["_modules"].update(zip(members.linears, layers, strict=True))
-    for name in members.dropouts:
-        child = bare(module._modules[name])  # type: ignore[arg-type]
+    for name in members.dropouts:  # names of children that are there
+        child = bare(module.get_submodule(name))
         child.__dict__["training"] = False
         twin.__dict__["_modules"][name] = child
     if members.act is not None:

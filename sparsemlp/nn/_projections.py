@@ -89,6 +89,7 @@ def kind_of(layer: nn.Module | None) -> type:
 
 def tensors(layer: nn.Module | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A plain layer's weight, bias and scale, without the cost of attribute look-up in `nn.Module`."""
+    # None never comes here, `is_plain` has been asked; asking again would be paid three times a forward.
     parameters: dict[str, Any] = layer._parameters  # type: ignore[union-attr]
     if type(layer) is Int8Linear:
         buffers: dict[str, Any] = layer._buffers
@@ -116,16 +117,16 @@ def is_plain(layer: nn.Module | None, kind: type | None = None) -> bool:
     It must be of the class `kind` (see `kind_of`), or, without one, `nn.Linear` or `Int8Linear`.
     """
     own = type(layer)
-    if own is not kind and (kind is not None or own not in _KNOWN):
+    if layer is None or (own is not kind and (kind is not None or own not in _KNOWN)):
         return False
     if own is not Int8Linear:
-        return dense.is_untouched(layer)  # type: ignore[arg-type]
-    bias, is_plain_tensor = layer._parameters["bias"], dense.is_plain_tensor  # type: ignore[union-attr]
+        return dense.is_untouched(layer)
+    bias, is_plain_tensor = layer._parameters["bias"], dense.is_plain_tensor
     return (
         not is_watched(layer)
         and "forward" not in layer.__dict__
-        and is_plain_tensor(layer._buffers["qweight"])  # type: ignore[union-attr]
-        and is_plain_tensor(layer._buffers["scale"])  # type: ignore[union-attr]
+        and is_plain_tensor(layer._buffers["qweight"])
+        and is_plain_tensor(layer._buffers["scale"])
         and (bias is None or is_plain_tensor(bias))
     )
 
@@ -136,7 +137,7 @@ def obstacle(layer: nn.Module | None, kind: type | None = None) -> str | None:
         return f"was replaced by {type(layer).__name__} (set_thresholds takes it over)"
     if type(layer) is Int8Linear:
         return dense.disturbance(layer, ("qweight", "bias", "scale"))
-    return dense.disturbance(layer) if type(layer) is kind else dense.obstacle(layer)  # type: ignore[arg-type]
+    return dense.disturbance(layer) if layer is not None and type(layer) is kind else dense.obstacle(layer)
 
 
 def own_weight(layer: nn.Module | None) -> Tensor | None:

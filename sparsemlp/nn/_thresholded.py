@@ -109,12 +109,11 @@ class Thresholded(nn.Module):
 def put(module: nn.Module, name: str, value: Tensor | None, device: torch.device) -> None:
     """A buffer's new value, written into the old one where it has the same shape."""
     old = module._buffers[name]
-    same = old is not None and value is not None and old.shape == value.shape and old.device == device
-    if same and not old.is_inference():  # type: ignore[union-attr]
-        old.copy_(value)  # type: ignore[union-attr, arg-type]
-    else:
+    if old is None or value is None or old.shape != value.shape or old.device != device or old.is_inference():
         with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
             module._buffers[name] = None if value is None else value.clone().to(device)
+    else:
+        old.copy_(value)
 
 
 def kept_float32(module: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -138,4 +137,4 @@ def warn(module: Any) -> None:
 
 # torch.compile then runs it while tracing and leaves it out of the graph. This is what
 # `torch.compiler.assume_constant_result` sets; calling that would import all of the compiler with this package.
-warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn._dynamo_marked_constant = True  # type: ignore[attr-defined] # functions have no such attribute for mypy

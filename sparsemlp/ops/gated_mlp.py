@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsemlp._layout import has_columns
 from sparsemlp._op import Op, differentiates
+from sparsemlp._reasons import spelled
 from sparsemlp.ops import _gated_mlp_native as native
 from sparsemlp.ops._backends import compiled_and_triton
 from sparsemlp.ops._checks import (
@@ -226,7 +227,6 @@ def _scale_name(weight: str) -> str:
 def check_indicator(indicator: str) -> None:
     """Whether it is one of those that are built."""
     if not isinstance(indicator, str) or indicator not in INDICATORS:
-        what = type(indicator).__name__ if isinstance(indicator, Tensor) else repr(indicator)
-        raise ValueError(f"indicator is {what}, expected one of: {', '.join(INDICATORS)}")
+        raise ValueError(f"indicator is {spelled(indicator)}, expected one of: {', '.join(INDICATORS)}")
     if indicator == "screen":
         raise ValueError("indicator is 'screen', expected gate, up or product; screen is not built yet")
