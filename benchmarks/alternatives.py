@@ -81,15 +81,14 @@ def own(
 ) -> Alternative:
     """This package's operator at a sparsity (`Workload.own`); its bytes are those of a kernel that skips."""
     label = "sparsemlp, threshold 0" if sparsity == 0 else f"sparsemlp, {100 * sparsity:g} % sparse"
-    share = 1.0
     if weights != "float":
-        label, share = f"{label}, {weights}", 1 / work.dtype.itemsize
+        label = f"{label}, {weights}"
     call = work.own(sparsity, backend, weights, apart)
     return Alternative(
         label,
         walk(call),
         sparsity,
-        bytes_read=lambda density: share * work.bytes_read(density.union, density.channels),
+        bytes_read=lambda density: work.bytes_read(density.union, density.channels, weights),
         call=call,
     )
 

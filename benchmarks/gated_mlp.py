@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparsemlp
-from benchmarks.weight_bytes import share_read
+from benchmarks.weight_bytes import copy_share, share_read
 from benchmarks.workload import Call, Density, Workload, layers_beyond_cache, phi, threshold_at
 from sparsemlp import activations
-from sparsemlp.quantization import quantize_rows
+from sparsemlp.quantization import quantize_columns, quantize_rows
+from sparsemlp.reference.screen import scores
+from sparsemlp.screen import PackedWeight, pack
 
 __all__ = ["INDICATORS", "Call", "Density", "GatedMlp", "Layer", "dense_mlp", "layers_beyond_cache"]
 
-INDICATORS = ("gate", "up", "product")
+INDICATORS = ("gate", "up", "product", "screen")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class GatedMlp(Workload):
     """The workload of one gated shape, dtype and token count.
 
     Args:
-        indicator: "gate", "up" or "product": whose magnitude is thresholded.
+        indicator: "gate", "up" or "product": whose magnitude is thresholded; "screen": that of a·u as low-bit copies
+            have it. At sparsity 0 nothing is screened: it is the dense MLP.
+        screen_bits: of the copies, in groups of 32.
         input_sparsity: fraction of x's channels that the gate does not read; 0: no input threshold.
         others: `benchmarks.workload.Workload`'s.
     """
@@ -55,11 +59,19 @@ class GatedMlp(Workload):
     matrices = 3
 
     def __init__(
-        self, *args: Any, indicator: str = "gate", input_sparsity: float = 0.0, **others: Any
+        self,
+        *args: Any,
+        indicator: str = "gate",
+        input_sparsity: float = 0.0,
+        screen_bits: int = 4,
+        **others: Any,
     ) -> None:
         if indicator not in INDICATORS:
             raise ValueError(f"indicator is {indicator!r}, expected one of: {', '.join(INDICATORS)}")
-        self.indicator, self.input_sparsity = indicator, input_sparsity
+        if indicator == "screen" and input_sparsity:
+            raise ValueError("input_sparsity is given with indicator 'screen', expected 0; leave it out")
+        self.indicator, self.input_sparsity, self.screen_bits = indicator, input_sparsity, screen_bits
+        self.compares = f"{indicator} {screen_bits} {input_sparsity}"
         super().__init__(*args, **others)
 
     def _layer(self, generator: torch.Generator) -> Layer:
@@ -67,9 +79,17 @@ class GatedMlp(Workload):
         gate, up, down_t = (self._matrix(f, d, inputs, generator) for inputs in (d, d, f))
         return Layer(gate, up, down_t.t().contiguous(), down_t)
 
-    def bytes_read(self, union: float, channels: float = 1.0) -> float:
+    def bytes_read(self, union: float, channels: float = 1.0, weights: str = "float") -> float:
         """Weight bytes of a call that wants the fractions `union` of the neurons and `channels` of the gate's input."""
-        return self.bytes_dense * share_read(self.op, union, channels, self.indicator)
+        itemsize = self.itemsize(weights)
+        copies = copy_share(itemsize, self.screen_bits)
+        share = share_read(self.op, union, channels, self.indicator, copies)
+        return self.layer_bytes(self.shape, itemsize) * share
+
+    def screens(self, i: int) -> tuple[PackedWeight, PackedWeight]:
+        """Low-bit copies of layer i's gate and up weights."""
+        layer, bits = self.layers[i], self.screen_bits
+        return self.derived(f"screen{bits}", i, lambda: (pack(layer.w_gate, bits), pack(layer.w_up, bits)))
 
     def _weights(
         self, i: int, weights: str, apart: str
@@ -82,7 +102,13 @@ class GatedMlp(Workload):
                 gate = self.derived("input-major gate", i, lambda: gate.t().contiguous().t())
             return (gate, layer.w_up, self.apart(apart, i, layer.w_down_t)), {}
         made = self.derived(
-            "int8", i, lambda: [quantize_rows(w) for w in (layer.w_gate, layer.w_up, layer.w_down_t)]
+            "int8",
+            i,
+            lambda: [
+                quantize_rows(layer.w_gate),
+                quantize_rows(layer.w_up),
+                quantize_columns(layer.w_down_t),
+            ],
         )
         (gate, up, down), scales = zip(*made, strict=True)
         if self.input_sparsity:
@@ -97,7 +123,9 @@ class GatedMlp(Workload):
         inputs = [self.input_threshold(i) for i in range(count)]
         made = [self._weights(i, weights, apart) for i in range(count)]
         if (
-            self.indicator == "gate" and not self.input_sparsity and weights == "float"
+            (self.indicator == "gate" or (self.indicator == "screen" and sparsity == 0))
+            and not self.input_sparsity
+            and weights == "float"
         ):  # nothing more to pass
 
             def plain(i: int, x: Tensor) -> Tensor:
@@ -107,6 +135,12 @@ class GatedMlp(Workload):
 
             return plain
 
+        screens = [{} for _ in range(count)]
+        if self.indicator == "screen" and sparsity > 0:
+            names = "screen_gate", "screen_up"
+            screens = [dict(zip(names, self.screens(i), strict=True)) for i in range(count)]
+        indicator = "gate" if self.indicator == "screen" and sparsity == 0 else self.indicator
+
         def call(i: int, x: Tensor) -> Tensor:
             matrices, scales = made[i]
             return sparsemlp.gated_mlp(
@@ -114,10 +148,11 @@ class GatedMlp(Workload):
                 *matrices,
                 threshold=thresholds[i],
                 activation=activation,
-                indicator=self.indicator,
+                indicator=indicator,
                 input_threshold=inputs[i],
                 backend=backend,
                 **scales,
+                **screens[i],
             )
 
         return call
@@ -135,7 +170,7 @@ class GatedMlp(Workload):
         return None if limit is None else ~(x.float().abs() < limit) & (x != 0)
 
     def compared(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """|a|, |u| or |a·u| of layer i in float32, and a ≠ 0."""
+        """|a|, |u|, |a·u| or the screen's scores of layer i in float32, and a ≠ 0."""
         read = self.channels(i, x)
         layer = self.layers[i]
         a = activations.apply(
@@ -143,5 +178,8 @@ class GatedMlp(Workload):
         )
         if self.indicator == "gate":
             return a.abs(), a != 0
+        if self.indicator == "screen":
+            found = scores(x, *self.screens(i), self.shape.f, None, None, None, self.activation)
+            return found.abs(), a != 0
         u = self._product(x, layer.w_up)
         return (u if self.indicator == "up" else a * u).abs(), a != 0

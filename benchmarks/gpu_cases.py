@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
     from sparsemlp.kernels._rule import Rule
+    from sparsemlp.kernels._screen import Screen
 
 __all__ = ["DEFAULT", "DTYPES", "FAMILIES", "ODD", "PLANS", "Case", "full"]
 
@@ -33,8 +34,9 @@ ODD = 577, 1537
 class Case:
     """A call: launches of the plan `plan`.
 
-    `options`: of `OPTIONS`, or "up" or "product", or "input" (input sparsity of the gate); `config`: (name, value)
-    pairs over the default's. For `sparse_linear` f is the columns N and d the channels K.
+    `options`: of `OPTIONS`, or "up" or "product", or "input" (input sparsity of the gate), or "screen4/32" (a screen
+    of 4 bits in groups of 32); `config`: (name, value) pairs over the default's. For `sparse_linear` f is the columns N
+    and d the channels K.
     """
 
     plan: str
@@ -96,14 +98,29 @@ def _arguments(case: Case) -> dict[str, Any]:
         "b_down": _meta(d, dtype=dtype) if biases else None,
         "activation_params": _params(case.activation),
         "activation": case.activation,
-        "indicator": next(filter(has, ("up", "product")), "gate"),
+        "indicator": "screen" if _screen(case) else next(filter(has, ("up", "product")), "gate"),
     }
+
+
+def _screen(case: Case) -> Screen | None:
+    """The low-bit copies of a case that has some."""
+    from sparsemlp.kernels._screen import Screen
+    from sparsemlp.screen import sizes_of
+
+    option = next((option for option in case.options if option.startswith("screen")), None)
+    if option is None:
+        return None
+    codes, scales = sizes_of(case.f, case.d, *map(int, option.removeprefix("screen").split("/")))
+    return Screen(
+        *(_meta(*codes, dtype=torch.uint8) for _ in range(2)),
+        *(_meta(*scales, dtype=torch.bfloat16) for _ in range(2)),
+    )
 
 
 def _decode(case: Case) -> list[Launch]:
     from sparsemlp.kernels import gated_mlp
 
-    return gated_mlp.decode(**_arguments(case))[1]
+    return gated_mlp.decode(**_arguments(case), screen=_screen(case))[1]
 
 
 def _sum(case: Case) -> list[Launch]:
@@ -169,7 +186,7 @@ def _masked(case: Case, part: str) -> list[Launch]:
 
 
 def _prefill(case: Case, part: str) -> list[Launch]:
-    from sparsemlp.kernels import _configs, _masked, gated_mlp_tiles
+    from sparsemlp.kernels import _configs, _masked, gated_mlp_screen, gated_mlp_tiles
     from sparsemlp.kernels import gated_mlp_prefill as prefill
 
     a, rule, dtype = _arguments(case), _rule(case), DTYPES[case.dtype]
@@ -177,12 +194,16 @@ def _prefill(case: Case, part: str) -> list[Launch]:
     default = prefill.default(case.tokens, case.d, case.f, dtype)
     config = _configs.find("gated_mlp_prefill", torch.device("meta"), key, default)
     pre, out = _meta(case.tokens, case.f, dtype=dtype), _meta(case.tokens, case.d, dtype=dtype)
+    screen, m = _screen(case), None
+    if screen is not None:
+        m, launches = gated_mlp_screen.scores(a["x"], screen, a["b_gate"], a["b_up"], case.f, rule, config)
+        if part == "screen":
+            return launches
     if part == "hidden":
-        return [_masked.hidden(pre, pre, rule, config)[1]]
+        return [_masked.hidden(pre, pre, rule, config, m)[1]]
     if part == "repair":
-        return [
-            _masked.repair(pre, pre, pre, a["w_down_t"], a["b_down"], a["skipped_out"], out, rule, config)
-        ]
+        down = a["w_down_t"], a["b_down"], a["skipped_out"]
+        return [_masked.repair(pre, pre, pre, *down, out, rule, config, m)]
     flags, listed, counts, launches = gated_mlp_tiles.tile_list(pre, rule, config)
     products = gated_mlp_tiles.tile_products(
         a["x"], a["w_up"], a["w_down_t"], a["b_up"], a["b_down"], a["skipped_out"],
@@ -206,6 +227,7 @@ PLANS: dict[str, Callable[[Case], list[Launch]]] = {
     "gated_mlp hidden": lambda case: _prefill(case, "hidden"),
     "gated_mlp repair": lambda case: _prefill(case, "repair"),
     "gated_mlp tiles": lambda case: _prefill(case, "tiles"),
+    "gated_mlp screen": lambda case: _prefill(case, "screen"),
     "mlp decode": _mlp,
     "mlp hidden": lambda case: _masked(case, "hidden"),
     "mlp repair": lambda case: _masked(case, "repair"),
@@ -233,6 +255,13 @@ DEFAULT: tuple[Case, ...] = (
     *_cases("sparse_linear decode", ("bf16",), ("identity",), tokens=8),
     *_cases("gated_mlp decode", ("bf16", "fp32"), ("silu",), options=("input",)),
     *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("input",)),
+    *_cases("gated_mlp decode", ("bf16", "fp32"), ("silu",), options=("screen4/32",)),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), options=("screen3/32",)),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), options=("screen8/32",)),
+    *_cases("gated_mlp decode", ("bf16",), ("silu",), tokens=8, options=("screen4/32",)),
+    *_cases("gated_mlp screen", ("bf16",), ("silu",), tokens=512, options=("screen4/32",)),
+    *_cases("gated_mlp hidden", ("bf16",), ("silu",), tokens=512, options=("screen4/32",)),
+    *_cases("gated_mlp repair", ("bf16",), ("silu",), tokens=512, options=("screen4/32",)),
     *_cases("gated_mlp hidden", ("bf16",), FAMILIES, tokens=512),
     *_cases("gated_mlp sum", ("bf16",), ("silu",), tokens=8),
     *_cases("gated_mlp repair", ("bf16",), ("silu",), tokens=512),
@@ -287,6 +316,7 @@ def full() -> Iterator[Case]:
     for option, tokens in itertools.product(("gate", "up", "product"), (1, 8)):
         options = (*OPTIONS, "input", option)
         yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=options)
+    yield from _screens()
     for tokens in (1, 5, 8, 16):
         yield from _cases("mlp decode", DTYPES, ("weird",), tokens=tokens, options=OPTIONS)
         yield from _cases("sparse_linear decode", DTYPES, ("identity",), tokens=tokens, options=OPTIONS)
@@ -299,6 +329,18 @@ def full() -> Iterator[Case]:
     yield Case("gated_mlp tiles", "bf16", "silu", 77, *ODD)
     yield Case("activation forward", "bf16", "silu", 3, *ODD)
     yield from _configured()
+
+
+def _screens() -> Iterator[Case]:
+    """Screens of all sizes beside the other options."""
+    for screen, tokens in itertools.product(("screen3/32", "screen4/64", "screen8/32"), (1, 2, 8)):
+        yield from _cases("gated_mlp decode", DTYPES, ("weird",), tokens=tokens, options=(*OPTIONS, screen))
+    for screen in ("screen3/32", "screen4/64", "screen8/128"):
+        for part in ("screen", "hidden", "repair"):
+            yield from _cases(f"gated_mlp {part}", DTYPES, ("weird",), tokens=512, options=(*OPTIONS, screen))
+    for tokens in (1, 8):
+        yield Case("gated_mlp decode", "bf16", "silu", tokens, *ODD, options=("screen4/32",))
+    yield Case("gated_mlp decode", "bf16", "silu", 16, options=("screen4/32",))
 
 
 def _configured() -> Iterator[Case]:

@@ -17,6 +17,7 @@ from torch import Tensor
 import sparsemlp
 from benchmarks.gpu_device import Device
 from sparsemlp.kernels import _configs
+from sparsemlp.screen import pack
 from sparsemlp.testing import assert_within_budget
 from tests.backends import decided_from
 from tests.cases import Sample
@@ -42,7 +43,7 @@ class _Call:
     refill: Callable[[], None]
 
 
-def _gated_mlp(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
+def _gated_mlp(where: Device, tokens: int, dtype: torch.dtype, *, screened: bool = False) -> _Call:
     d, f = (32, 20) if where.dry else (1024, 3000)
     g = torch.Generator(where.torch_device).manual_seed(tokens)
 
@@ -52,10 +53,19 @@ def _gated_mlp(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
     x, scale = normal(tokens, d), torch.ones(tokens, device=where.torch_device)
     gate, up, down = (normal(f, d, size=n**-0.5) for n in (d, d, f))
     threshold = torch.rand(f, generator=g, device=where.torch_device)
+    screen = {"indicator": "screen", "screen_gate": pack(gate), "screen_up": pack(up)} if screened else {}
 
     def run() -> Tensor:
         return sparsemlp.gated_mlp(
-            x, gate, up, down, threshold=threshold, token_scale=scale, activation="silu", backend="triton"
+            x,
+            gate,
+            up,
+            down,
+            threshold=threshold,
+            token_scale=scale,
+            activation="silu",
+            backend="triton",
+            **screen,
         )
 
     def refill() -> None:
@@ -122,6 +132,15 @@ def _calls(where: Device) -> dict[str, _Call]:
         "gated_mlp, T = 8": functools.partial(_gated_mlp, where, 8, torch.bfloat16),
         "gated_mlp, T = 3, float32": functools.partial(_gated_mlp, where, 3, torch.float32),
         "gated_mlp, T = 40": functools.partial(_gated_mlp, where, 40, torch.float16),
+        "gated_mlp by a screen, T = 1": functools.partial(
+            _gated_mlp, where, 1, torch.bfloat16, screened=True
+        ),
+        "gated_mlp by a screen, T = 8": functools.partial(
+            _gated_mlp, where, 8, torch.bfloat16, screened=True
+        ),
+        "gated_mlp by a screen, T = 40": functools.partial(
+            _gated_mlp, where, 40, torch.bfloat16, screened=True
+        ),
         "mlp, T = 8": functools.partial(_mlp, where, 8, torch.bfloat16),
         "mlp, T = 40": functools.partial(_mlp, where, 40, torch.float16),
         "sparse_linear, T = 1": functools.partial(_sparse_linear, where, 1, torch.bfloat16),

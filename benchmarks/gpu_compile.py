@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from benchmarks import gpus
 if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
 
-__all__ = ["Machine", "compile_launch", "disassembly", "machine_code", "signature", "weight_lines"]
+__all__ = ["Machine", "compile_launch", "disassembly", "loops", "machine_code", "signature", "weight_lines"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TENSOR = {"tcgen05.mma": "tcgen05", "wgmma.mma_async": "wgmma", "mma.sync": "mma.sync", "v_mfma": "mfma"}
@@ -105,15 +105,18 @@ def compile_launch(launch: Launch, arch: str, *, aligned: bool = True) -> tuple[
         arch: one of `gpus.ARCHITECTURES`.
         aligned: False compiles as if nothing were known of alignment.
     """
-    from sparsemlp.kernels._launch import FP_FUSION
-
     gpu = gpus.of_architecture(arch)
+    launch = replace(launch, constants=launch.constants_for(gpu.backend))
     target = GPUTarget(gpu.backend, gpu.target, gpu.warp_size)
     types, constants, attributes = signature(launch, type(make_backend(target)))
     source = ASTSource(
         fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes if aligned else {}
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": launch.fp_fusion,
+    }
     compiled = triton.compile(source, target=target, options=options)
     return compiled, [name for name, kind in types.items() if kind != "constexpr"]
 
@@ -246,3 +249,15 @@ def disassembly(launch: Launch, arch: str) -> str:
         file.flush()
         run = [str(_TOOLS / "nvdisasm"), "-c", file.name]
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def loops(launch: Launch, arch: str) -> list[list[str]]:
+    """The bodies of a launch's loops, in SASS: from a label to a jump back to it; inner ones also in outer ones."""
+    lines = disassembly(launch, arch).splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"\s*(\.L_x_\d+):", line))}
+    bodies = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if jump and labels.get(jump[1], i) < i:
+            bodies.append(lines[labels[jump[1]] : i + 1])
+    return bodies

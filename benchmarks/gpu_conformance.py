@@ -13,7 +13,7 @@ import torch
 import sparsemlp
 from sparsemlp import activations
 from sparsemlp.testing import assert_within_budget
-from tests import mlp_cases, sparse_linear_cases
+from tests import mlp_cases, screen_cases, sparse_linear_cases
 from tests.backends import decided_from
 from tests.blocks import small_blocks
 from tests.cases import CASES, DTYPES, PARAMS, Case, Truth, build
@@ -83,8 +83,15 @@ def _groups(
 
 
 def gated_mlp(dry: bool) -> list[list[_Named]]:
-    """The cases of `tests.cases`."""
-    return _groups(CASES, _gated_mlp, lambda case: case.tokens * case.d * case.f, dry)
+    """The cases of `tests.cases`, and of the screen what must have the reference's bits."""
+    groups = _groups(CASES, _gated_mlp, lambda case: case.tokens * case.d * case.f, dry)
+    for check, cases in (
+        (screen_cases.check_tokens, screen_cases.TOKENS),
+        (screen_cases.check_places, screen_cases.PLACES),
+    ):
+        named = [_Named(f"screen {check.__name__} {' '.join(map(str, case))}", check, case) for case in cases]
+        groups.append(named[:: 6 if dry else 1])
+    return groups
 
 
 def mlp(dry: bool) -> list[list[_Named]]:

@@ -34,6 +34,8 @@ __all__ = ["INTENDED", "ROOT", "TABLE", "Row", "compile_all", "intended", "read_
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "compile_table.csv"
 INTENDED = {
+    "screen_fwd_quantize": 8,
+    "screen_fwd_scores": 2,
     "select_fwd": 2,
     "rows_fwd": 3,
     "rows_fwd_sum": 3,
@@ -48,8 +50,8 @@ INTENDED = {
 }
 """Programs that a multiprocessor must hold at once in the default configuration, at least; see `intended`."""
 
-_WEIGHTS = ("w_gate", "w_up", "w_down_t", "weight_t")
-_STREAMS = ("p", "grad", "pre", "up", "partial")
+_WEIGHTS = ("w_gate", "w_up", "w_down_t", "weight_t", "codes_gate", "codes_up")
+_STREAMS = ("p", "grad", "pre", "up", "partial", "x")
 """What is read most where a kernel reads no weights."""
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import sparsemlp
 from benchmarks.workload import Call, Workload, phi
 from sparsemlp import activations
-from sparsemlp.quantization import quantize_rows
+from sparsemlp.quantization import quantize_columns, quantize_rows
 
 __all__ = ["Layer", "Mlp", "dense_ungated"]
 
@@ -78,7 +78,7 @@ class Mlp(Workload):
         biases = {"b_in": w.b_in, "b_out": w.b_out}
         if weights == "float":
             return (w.w_in, self.apart(apart, i, w.w_out_t)), biases
-        made = self.derived("int8", i, lambda: [quantize_rows(w.w_in), quantize_rows(w.w_out_t)])
+        made = self.derived("int8", i, lambda: [quantize_rows(w.w_in), quantize_columns(w.w_out_t)])
         (w_in, scale_in), (w_out_t, scale_out) = made
         return (w_in, self.apart(apart, i, w_out_t)), {**biases, "scale_in": scale_in, "scale_out": scale_out}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import INT8, OWN, Result, Row, read_csv, write_atomic
-from benchmarks.weight_bytes import share_read
+from benchmarks.weight_bytes import copy_share, share_read
 
 __all__ = ["blank_figure", "break_even", "draw"]
 
@@ -66,9 +66,12 @@ def _bound(facts: dict[str, Any], dense_mb: float, start: float) -> tuple[list[f
     """(sparsity in percent, megabytes) of a kernel that reads no more than the masks of independent tokens want."""
     tokens, cut = int(facts["tokens"]), float(facts.get("input_sparsity") or 0)
     channels = 1 - cut**tokens if cut else 1.0
+    copies = copy_share(4 if facts["dtype"] == "fp32" else 2)
     sparsities = [start + (100 - start) * i / 200 for i in range(201)]
     shares = [
-        share_read(str(facts["op"]), 1 - (s / 100) ** tokens, channels, str(facts.get("indicator", "gate")))
+        share_read(
+            str(facts["op"]), 1 - (s / 100) ** tokens, channels, str(facts.get("indicator", "gate")), copies
+        )
         for s in sparsities
     ]
     return sparsities, [dense_mb * share for share in shares]

@@ -91,7 +91,10 @@ ENTRIES: dict[str, Entry] = {
         Entry(
             "gated_mlp",
             Conformance(
-                tuple(f"tests/test_conformance_gated_mlp{part}.py" for part in ("", "_inputs", "_int8")),
+                tuple(
+                    f"tests/test_conformance_gated_mlp{part}.py"
+                    for part in ("", "_inputs", "_int8", "_screen")
+                ),
                 _NATIVE,
             ),
             GatedMlp,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import sparsemlp
 from benchmarks.workload import Call, Workload
-from sparsemlp.quantization import quantize_rows
+from sparsemlp.quantization import quantize_columns
 
 __all__ = ["Layer", "SparseLinear"]
 
@@ -41,7 +41,7 @@ class SparseLinear(Workload):
             made = [(w.weight_t, None) for w in self.layers]
         else:
             made = [
-                self.derived("int8", i, lambda w=w: quantize_rows(w.weight_t))
+                self.derived("int8", i, lambda w=w: quantize_columns(w.weight_t))
                 for i, w in enumerate(self.layers)
             ]
 

@@ -81,7 +81,7 @@ class Workload(abc.ABC):
         tokens: rows of x in a call, T.
         activation: a row of `sparsemlp.activations.ACTIVATIONS` without parameters.
         layers: layers to cycle through.
-        share: another workload of the same shape, dtype, activation, device and options, whose weights are used.
+        share: another workload of the same shape, dtype, activation and device, whose weights are used.
         device: where weights and inputs are made.
     """
 
@@ -89,6 +89,8 @@ class Workload(abc.ABC):
     """The operator."""
     kind: str
     """The kind of shape (of `benchmarks.shapes.KINDS`) that this workload can have."""
+    compares: str = ""
+    """A name for what is thresholded, where workloads that share weights differ in it."""
     matrices: int
     """Weight matrices of a layer, of shape.d · shape.f elements each."""
 
@@ -116,7 +118,7 @@ class Workload(abc.ABC):
         weights = torch.Generator(device).manual_seed(seed)
         made = share.layers if share is not None else [self._layer(weights) for _ in range(layers)]
         self.layers: list[Any] = made
-        self._calibration: dict[int, Tensor] = share._calibration if share is not None else {}
+        self._calibration: dict[tuple[str, int], Tensor] = share._calibration if share is not None else {}
         self._derived: dict[tuple[str, int], Any] = share._derived if share is not None else {}
 
     @abc.abstractmethod
@@ -151,9 +153,13 @@ class Workload(abc.ABC):
         """Weight bytes of a call that reads everything."""
         return self.layer_bytes(self.shape, self.dtype.itemsize)
 
-    def bytes_read(self, union: float, channels: float = 1.0) -> float:
+    def itemsize(self, weights: str) -> int:
+        """Bytes of a weight's entry."""
+        return self.dtype.itemsize if weights == "float" else 1
+
+    def bytes_read(self, union: float, channels: float = 1.0, weights: str = "float") -> float:
         """Weight bytes of a call that wants the fractions `union` of the entries and `channels` of the gate's input."""
-        return self.bytes_dense * share_read(self.op, union, channels)
+        return self.layer_bytes(self.shape, self.itemsize(weights)) * share_read(self.op, union, channels)
 
     def channels(self, i: int, x: Tensor) -> Tensor | None:
         """The input channels of x (…, D) that the gate reads, bool; None: all."""
@@ -194,9 +200,10 @@ class Workload(abc.ABC):
         """Layer i's threshold for `sparsity`: a 0-d float32 tensor, the exact quantile over calibration x's."""
         if sparsity <= 0:
             return torch.zeros((), device=self.device)
-        if i not in self._calibration:
-            self._calibration[i] = self.compared(i, self._calibration_input(i))[0].flatten().sort().values
-        return threshold_at(self._calibration[i], sparsity)
+        key = self.compares, i
+        if key not in self._calibration:
+            self._calibration[key] = self.compared(i, self._calibration_input(i))[0].flatten().sort().values
+        return threshold_at(self._calibration[key], sparsity)
 
     def active(self, i: int, x: Tensor, sparsities: Sequence[float]) -> list[Tensor]:
         """The masks of layer i at each sparsity for x of shape (…, D): (…, entries) bool."""

@@ -19,7 +19,8 @@ def main(folder: str) -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
     batches = [torch.randint(0, 100, (2, 64)) for _ in range(4)]
 
-    statistics = collect(model, batches)  # one pass serves every target and method
+    # One pass serves every target and method; the scores of a 4-bit screen are for method "screen" only.
+    statistics = collect(model, batches, screen=(4, 32))
     for method in METHODS:
         for target in (0.0, 0.3, 0.5, 0.7):
             plan = statistics.plan(target, method)

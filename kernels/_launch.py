@@ -19,6 +19,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 FP_FUSION = True
 """a·b + c in one rounding; passed to every launch, because Triton's default changes between versions."""
+_HIP = torch.version.hip is not None
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Launch:
         args: its runtime arguments in order: tensors, integers and None.
         constants: its constexpr arguments by name.
         num_warps, num_stages: as Triton has them.
+        fp_fusion: `FP_FUSION`, or False where bits must be those of two roundings.
+        on_amd: of `constants` those that are others on AMD's GPUs.
     """
 
     kernel: Any
@@ -39,6 +42,8 @@ class Launch:
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = FP_FUSION
+    on_amd: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -50,15 +55,19 @@ class Launch:
         names = [name for name in inspect.signature(self.kernel.fn).parameters if name not in self.constants]
         return dict(zip(names, self.args, strict=True))
 
+    def constants_for(self, backend: str) -> dict[str, Any]:
+        """The constants on Triton's backend "cuda" or "hip"."""
+        return {**self.constants, **self.on_amd} if backend == "hip" else self.constants
+
     def __call__(self) -> None:
         if 0 in self.grid:
             return
         self.kernel[self.grid](
             *self.args,
-            **self.constants,
+            **self.constants_for("hip" if _HIP else "cuda"),
             num_warps=self.num_warps,
             num_stages=self.num_stages,
-            enable_fp_fusion=FP_FUSION,
+            enable_fp_fusion=self.fp_fusion,
         )
 
 

@@ -24,7 +24,7 @@ _MAX_FLOAT = tl.constexpr(3.402823466e38)
 
 @triton.jit
 def _masked_fwd_kernel(
-    pre, up, threshold, token_scale, skipped_mean, params, hidden, F,
+    pre, up, scores, threshold, token_scale, skipped_mean, params, hidden, F,
     BLOCK_F: tl.constexpr, ACT: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr,
     INDICATOR: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _masked_fwd_kernel(
     j = (tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
     mask = (j < F) & (t >= 0)
     act, active = active_entries(
-        pre, up, threshold, token_scale, skipped_mean, params, t, j, mask, F,
+        pre, up, scores, threshold, token_scale, skipped_mean, params, t, j, mask, F,
         ACT, N_PARAMS, PER_NEURON, INDICATOR,
     )  # fmt: skip
     h = act
@@ -45,7 +45,7 @@ def _masked_fwd_kernel(
 
 @triton.jit
 def _masked_fwd_repair_kernel(
-    pre, up, hidden, weight_t, threshold, token_scale, skipped_mean, params, bias, skipped_out, out,
+    pre, up, scores, hidden, weight_t, threshold, token_scale, skipped_mean, params, bias, skipped_out, out,
     D, F, stride_w,
     BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, ACT: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr,
     INDICATOR: tl.constexpr,
@@ -62,7 +62,7 @@ def _masked_fwd_repair_kernel(
             j = (start + tl.arange(0, BLOCK_F)).to(tl.int64)[None, :]
             mask = (j < F) & (t >= 0)
             _, active = active_entries(
-                pre, up, threshold, token_scale, skipped_mean, params, t, j, mask, F,
+                pre, up, scores, threshold, token_scale, skipped_mean, params, t, j, mask, F,
                 ACT, N_PARAMS, PER_NEURON, INDICATOR,
             )  # fmt: skip
             h = tl.load(hidden + t * F + j, mask=active, other=0.0).to(tl.float32)
@@ -82,14 +82,19 @@ DEFAULT: _configs.Config = {"block_f": 2048, "warps": 4, "repair_block_f": 16, "
 """A configuration that fits every supported GPU's registers and shared memory."""
 
 
-def hidden(pre: Tensor, up: Tensor | None, rule: Rule, config: _configs.Config) -> tuple[Tensor, Launch]:
-    """C(φ(pre)) ⊙ up, rounded once: the tensor (T, F) and the launch that computes it; up None: without it."""
+def hidden(
+    pre: Tensor, up: Tensor | None, rule: Rule, config: _configs.Config, scores: Tensor | None = None
+) -> tuple[Tensor, Launch]:
+    """C(φ(pre)) ⊙ up, rounded once: the tensor (T, F) and the launch that computes it; up None: without it.
+
+    scores: (T, F) float32, by what the indicator "screen" decides.
+    """
     out, f = torch.empty_like(pre), pre.shape[1]
     block_f = min(config["block_f"], triton.next_power_of_2(max(f, 1)))
     return out, Launch(
         _masked_fwd_kernel,
         (pre.shape[0], -(-f // block_f)),
-        (pre, up, *rule.tensors, out, f),
+        (pre, up, scores, *rule.tensors, out, f),
         {"BLOCK_F": block_f, **rule.constants},
         config["warps"],
     )
@@ -97,15 +102,15 @@ def hidden(pre: Tensor, up: Tensor | None, rule: Rule, config: _configs.Config) 
 
 def repair(
     pre: Tensor, up: Tensor | None, h: Tensor, weight_t: Tensor, bias: Tensor | None, skipped_out: Tensor | None,
-    out: Tensor, rule: Rule, config: _configs.Config,
+    out: Tensor, rule: Rule, config: _configs.Config, scores: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Computes again, in place, what is not finite in `out`; `up` is read by the indicators that look at it."""
+    """Computes again, in place, what is not finite in `out`; `up` and `scores`: read by who looks at them."""
     d, f = weight_t.shape[1], weight_t.shape[0]
     block_d = min(config["repair_block_d"], triton.next_power_of_2(d))
     return Launch(
         _masked_fwd_repair_kernel,
         (out.shape[0], -(-d // block_d)),
-        (pre, up, h, weight_t, *rule.tensors, bias, skipped_out, out, d, f, weight_t.stride(0)),
+        (pre, up, scores, h, weight_t, *rule.tensors, bias, skipped_out, out, d, f, weight_t.stride(0)),
         {"BLOCK_F": config["repair_block_f"], "BLOCK_D": block_d, **rule.constants},
         config["warps"],
     )  # fmt: skip

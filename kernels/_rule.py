@@ -44,12 +44,12 @@ class Rule(NamedTuple):
 
 @triton.jit
 def active_entries(
-    pre, up, threshold, token_scale, skipped_mean, params, t, j, mask, F,
+    pre, up, scores, threshold, token_scale, skipped_mean, params, t, j, mask, F,
     ACT: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr, INDICATOR: tl.constexpr,
 ):  # fmt: skip
     """(activation, active) of entries (t, j) of pre (T, F); t is a column of int64, j a row of int64.
 
-    `up` (T, F) is read by the indicators that look at it.
+    `up` and `scores` (T, F) are read by the indicators that look at them.
     """
     a, b, c = _activations.params(params, N_PARAMS)
     act = ACT(tl.load(pre + t * F + j, mask=mask, other=0.0).to(tl.float32), a, b, c)
@@ -58,6 +58,8 @@ def active_entries(
         m = tl.load(up + t * F + j, mask=mask, other=0.0).to(tl.float32)
     if INDICATOR == "product":
         m = act * m
+    if INDICATOR == "screen":
+        m = tl.load(scores + t * F + j, mask=mask, other=0.0)
     limit, scale = limits(threshold, token_scale, t, j, mask, PER_NEURON)
     active = kept_mask(m, limit, scale, token_scale is not None) & mask
     if skipped_mean is None:

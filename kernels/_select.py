@@ -3,8 +3,9 @@
 One program a block of neurons. Their pre-activations are dots with rows of the gate (of an MLP without a gate: of its
 only matrix), or are given: by input sparsity, or as `sparse_linear`'s input itself. Then the activation and the
 threshold; where some token wants a neuron its up row is read, and no other (by the indicator "up" the other way round,
-by "product" all of both); and the block's active neurons (index, tokens that want it as bits, hidden values) are
-written to the block's segment of a list, and their number beside it.
+by "product" all of both; by "screen" low-bit copies of all rows, then both rows of wanted ones); and the block's active
+neurons (index, tokens that want it as bits, hidden values) are written to the block's segment of a list, and their
+number beside it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsemlp.kernels import _activations, _configs
+from sparsemlp.kernels import _activations, _configs, _screen
 from sparsemlp.kernels._launch import Launch
 from sparsemlp.kernels._rows import Deal, Listed
 from sparsemlp.kernels._rule import Rule
+from sparsemlp.kernels._screen import Screen, Tokens, screen_scores
 from sparsemlp.kernels._tiles import kept_mask, limits, rows_dot
 
 __all__ = ["default", "launch"]
@@ -55,6 +57,12 @@ def _select_fwd_kernel(
     w_gate,
     w_up,
     pre,
+    codes_gate,
+    codes_up,
+    scales_gate,
+    scales_up,
+    x8,
+    units,
     threshold,
     token_scale,
     skipped_mean,
@@ -74,6 +82,7 @@ def _select_fwd_kernel(
     stride_up,
     stride_pre,
     chunks,
+    groups,
     ACT: tl.constexpr,
     N_PARAMS: tl.constexpr,
     PER_NEURON: tl.constexpr,
@@ -83,7 +92,15 @@ def _select_fwd_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
     UPCAST: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCREEN_T: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    DOT4: tl.constexpr,
 ):
+    LATE: tl.constexpr = (
+        INDICATOR == "up" or INDICATOR == "screen"
+    )  # the activation is known of wanted neurons only
     segment = tl.program_id(0)
     if (
         arrived is not None and segment == 0
@@ -96,7 +113,12 @@ def _select_fwd_kernel(
     inside = j < F
     real = inside[:, None] & (t < T)[None, :]
     a, b, c = _activations.params(params, N_PARAMS)
-    if INDICATOR != "up":
+    if INDICATOR == "screen":
+        m = screen_scores(
+            codes_gate, codes_up, scales_gate, scales_up, b_gate, b_up, x8, units, a, b, c, j, T, F, groups,
+            ACT, BITS, GROUP, SCREEN_T, BLOCK_T, BLOCK_F, BLOCK_G, DOT4,
+        )  # fmt: skip
+    if not LATE:
         act = _pre(
             pre, stride_pre, w_gate, stride_gate, j, inside, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
         )  # fmt: skip
@@ -108,17 +130,12 @@ def _select_fwd_kernel(
         m = act * up if INDICATOR == "product" else up
     limit, scale = limits(threshold, token_scale, t[None, :], j[:, None], real, PER_NEURON)
     active = kept_mask(m, limit, scale, token_scale is not None) & real
-    if INDICATOR != "up" and skipped_mean is None:
+    if not LATE and skipped_mean is None:
         active = active & (act != 0)
     wanted = tl.max(active.to(tl.int32), axis=1) != 0
     count = tl.sum(wanted.to(tl.int32), axis=0)
     if count > 0:
-        if INDICATOR == "gate":
-            up = rows_dot(
-                w_up, stride_up, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
-            )
-            up = _plus(up, b_up, j, wanted)
-        if INDICATOR == "up":
+        if LATE:
             act = _pre(
                 pre, stride_pre, w_gate, stride_gate, j, wanted, x, stride_x, T, D,
                 BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST,
@@ -128,6 +145,11 @@ def _select_fwd_kernel(
                 active = active & (act != 0)
                 wanted = tl.max(active.to(tl.int32), axis=1) != 0
                 count = tl.sum(wanted.to(tl.int32), axis=0)
+        if INDICATOR == "gate" or INDICATOR == "screen":
+            up = rows_dot(
+                w_up, stride_up, j, wanted, x, stride_x, T, D, BLOCK_F, BLOCK_T, BLOCK_D, DOT, UPCAST
+            )
+            up = _plus(up, b_up, j, wanted)
         h = act if INDICATOR == "ungated" else act * up
         if skipped_mean is not None:
             h -= tl.load(skipped_mean + j, mask=wanted, other=0.0)[:, None]
@@ -169,6 +191,8 @@ def launch(
     block_d: int,
     warps: int,
     stages: int,
+    screen: Screen | None = None,
+    seen: Tokens | None = None,
 ) -> Launch:
     """What fills the list.
 
@@ -178,19 +202,29 @@ def launch(
         w_gate, w_up: (F, D) or None.
         pre: (T, F) of any float dtype in place of x @ w_gate.T, or None.
         block_d: columns of a tile of the gate and up rows.
+        screen, seen: the low-bit copies and what they see of x, by the indicator "screen"; neurons are then dealt in
+            multiples of 16.
     """
 
     def stride(t: Tensor | None) -> int:
         return 0 if t is None else t.stride(0)
 
     d = 0 if x is None else x.shape[1]
+    copies: tuple[Tensor | None, ...] = (None,) * 6
+    screened, on_amd, groups = _screen.NONE, {}, 0
+    if screen is not None and seen is not None:
+        copies, groups = (*screen.tensors, seen.x8.view(torch.int32), seen.units), screen.groups
+        screened, on_amd = (
+            _screen.constants(screen, dealt.tokens, dealt.block_f, warps, warp_size) for warp_size in (32, 64)
+        )
     return Launch(
         _select_fwd_kernel,
         (dealt.segments,),
-        (x, w_gate, w_up, pre, rule.threshold, rule.token_scale, rule.skipped_mean, b_gate, b_up,
+        (x, w_gate, w_up, pre, *copies, rule.threshold, rule.token_scale, rule.skipped_mean, b_gate, b_up,
          rule.activation_params, *listed,
-         dealt.tokens, d, dealt.f, stride(x), stride(w_gate), stride(w_up), stride(pre), dealt.chunks),
-        {**rule.constants, "BLOCK_D": dealt.width(block_d, d), **dealt.constants},
+         dealt.tokens, d, dealt.f, stride(x), stride(w_gate), stride(w_up), stride(pre), dealt.chunks, groups),
+        {**rule.constants, "BLOCK_D": dealt.width(block_d, d), **dealt.constants, **screened},
         warps,
         stages,
+        on_amd=on_amd,
     )  # fmt: skip

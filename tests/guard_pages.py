@@ -17,6 +17,7 @@ from torch import Tensor
 
 import sparsemlp
 from sparsemlp import _native
+from sparsemlp.screen import PackedWeight
 from tests import cases, mlp_cases, sparse_linear_cases
 from tests.samples import DTYPES
 
@@ -27,6 +28,7 @@ SIZES = (
 GATED = (
     dict(mean="mean+out"), dict(indicator="up"), dict(indicator="product"), dict(inputs=0.5), dict(int8=True),
     dict(int8=True, inputs="channels", indicator="up"),
+    *(dict(indicator="screen", screen=screen) for screen in ("4x32", "3x64", "8x128")),
 )  # fmt: skip
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,6 +53,10 @@ def at_guards(sample: Any, at_end: bool) -> Any:
     """The sample with all its tensors `guarded`."""
     fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
     made = {name: guarded(t, at_end) for name, t in fields.items() if isinstance(t, Tensor)}
+    if getattr(sample, "screens", None) is not None:
+        made["screens"] = tuple(
+            PackedWeight(*(guarded(t, at_end) for t in packed)) for packed in sample.screens
+        )
     return dataclasses.replace(
         sample, **made, options={name: guarded(t, at_end) for name, t in sample.options.items()}
     )

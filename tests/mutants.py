@@ -7,6 +7,7 @@ there is no memory and end the process, so rows are tried in a process of their 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
@@ -30,10 +31,11 @@ from sparsemlp.ops.gated_mlp import OP as GATED_MLP
 from sparsemlp.ops.mlp import OP as MLP
 from sparsemlp.ops.sparse_linear import OP as SPARSE_LINEAR
 from tests import cases as gated_mlp_cases
-from tests import mlp_cases, sparse_linear_cases
+from tests import mlp_cases, screen_mutants, sparse_linear_cases
 from tests import test_conformance_activation as of_activations
 from tests import test_conformance_gated_mlp as of_gated_mlp
 from tests import test_conformance_gated_mlp_inputs as of_inputs
+from tests import test_conformance_gated_mlp_screen as of_screen
 from tests import test_conformance_mlp as of_mlp
 from tests import test_conformance_sparse_linear as of_sparse_linear
 from tests import test_triton_launches as of_launches
@@ -184,7 +186,7 @@ _GATED = (
         cases("w-guarded-T33"),
     ),
     ("_select.py", "m = act * up if", "m = act if", cases("product-silu-0.5---T5")),
-    ("_select.py", 'if INDICATOR != "up" and skipped_mean is None:', "if skipped_mean is not None:", ZEROS),
+    ("_select.py", "if not LATE and skipped_mean is None:", "if skipped_mean is not None:", ZEROS),
     ("_rule.py", "m = act * m", "m = act", cases("product-silu-0.5---T36")),
     ("_rule.py", "active & (act != 0)", "active", MANY_ZEROS),
     ("_masked.py", "if wrong != 0:", "if wrong > 1:", MANY_MATES),
@@ -329,6 +331,7 @@ _ACTIVATION = (
 MUTANTS = [
     *(Mutant(*row) for row in _GATED),
     *(Mutant(*row) for row in _INPUTS),
+    *(Mutant(*row) for row in screen_mutants.rows(cases, functools.partial(call, of=of_screen))),
     *(Mutant(*row, (SPARSE_LINEAR,)) for row in _LINEAR),
     *(Mutant(*row, (MLP,)) for row in _MLP),
     *(Mutant("gated_mlp_tiles.py", *row) for row in _TILES),

@@ -23,11 +23,12 @@ def flat(
     dense: float = 10.0,
     pytorch: float = 10.0,
     pytorch_few: float = 1000.0,
+    screen: float = 5.0,
     sizes: tuple[tuple[int, int], ...] = ((64, 100),),
     kinds: tuple[str, ...] = KINDS,
 ) -> Profile:
     """µs: `sparse` of up to 32 tokens when none, half and all of the rows are wanted; the others a token, or of up to
-    32 tokens; the ungated MLP takes two thirds. Larger sizes take proportionally more."""
+    32 tokens; the ungated MLP takes two thirds; `screen` a token. Larger sizes take proportionally more."""
 
     def pairs(values: Mapping[int, float], scale: float) -> dict[int, tuple[float, ...]]:
         return {t: (v * scale, v * scale * 2 / 3) for t, v in values.items()}
@@ -44,6 +45,7 @@ def flat(
                     {t: tuple(v * scale for v in sparse) for t in FEW},
                     pairs({t: dense * t for t in MANY}, scale),
                     pairs({**dict.fromkeys(FEW, pytorch_few), **{t: pytorch * t for t in MANY}}, scale),
+                    {t: (screen * t * scale,) for t in (*FEW, *MANY)},
                 )
             )
     machine = host.Host("a CPU", "portable", 1, str(torch.__version__)) if _native.problem() else host.this()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsemlp.quantization import quantize_rows
+from sparsemlp.quantization import quantize_columns, quantize_rows
+from sparsemlp.screen import PackedWeight, pack
 from tests.devices import device_of, on
 from tests.truth import Truth
 
@@ -41,6 +42,8 @@ class Case:
     indicator: str = "gate"
     inputs: float | str = ""
     int8: bool = False
+    screen: str = ""
+    """Bits and group of the low-bit copies, "4x32", with the indicator "screen"."""
 
     def __str__(self) -> str:
         return self.name
@@ -58,6 +61,8 @@ class Sample:
     threshold: Tensor
     options: dict[str, Tensor] = field(default_factory=dict)
     indicator: str = "gate"
+    screens: tuple[PackedWeight, PackedWeight] | None = None
+    """Of gate and up."""
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,8 +73,8 @@ class Sample:
         """What the weights stand for, in float64."""
         scales = (self.options.get(name) for name in ("scale_gate", "scale_up", "scale_down"))
         gate, up, down = (
-            w.double() if scale is None else w.double() * scale.double()[:, None]
-            for w, scale in zip(self.weights, scales, strict=True)
+            w.double() if scale is None else w.double() * scale.double().reshape(shape)
+            for w, scale, shape in zip(self.weights, scales, ((-1, 1), (-1, 1), (1, -1)), strict=True)
         )
         return gate, up, down
 
@@ -77,9 +82,12 @@ class Sample:
         """The function's result; computed where the backend is at home and brought back."""
         call = {"threshold": self.threshold, "activation": self.activation, **self.options, **changes}
         if self.indicator != "gate":
-            call["indicator"] = self.indicator
+            call.setdefault("indicator", self.indicator)
         device = device_of(call.get("backend", "auto"))
         call = {k: on(device, v) if isinstance(v, Tensor) else v for k, v in call.items()}
+        if self.screens is not None:
+            gate, up = (PackedWeight(*(on(device, t) for t in packed)) for packed in self.screens)
+            call = {"screen_gate": gate, "screen_up": up, **call}
         return function(*(on(device, t) for t in (self.x, *self.weights)), **call).to(self.x.device)
 
     def token(self, i: int) -> Sample:
@@ -154,8 +162,18 @@ def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
     ]
     options: dict[str, Tensor] = {}
     if case.int8:
-        for i, name in enumerate(("scale_gate", "scale_up", "scale_down")):
-            matrices[i], options[name] = quantize_rows(matrices[i])
+        for i, (name, quantize) in enumerate(
+            (("scale_gate", quantize_rows), ("scale_up", quantize_rows), ("scale_down", quantize_columns))
+        ):
+            matrices[i], options[name] = quantize(matrices[i])
+    screens = None
+    if case.screen:
+        size, group = map(int, case.screen.split("x"))
+        values = [
+            m * options[name][:, None] if case.int8 else m
+            for m, name in zip(matrices, ("scale_gate", "scale_up"), strict=False)
+        ]
+        screens = pack(values[0], size, group), pack(values[1], size, group)
     w_gate, w_up, w_down_t = _weights(case.weights, *matrices, by_input=case.inputs != "")
     if case.activation in PARAMS:
         options["activation_params"] = torch.tensor(PARAMS[case.activation])
@@ -163,7 +181,9 @@ def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
         if letter[0] in case.biases:
             options[f"b_{letter}"] = normal(size, size=0.5)
     x = _x(case.x, normal(case.tokens, case.d))
-    sample = Sample(x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options, case.indicator)
+    sample = Sample(
+        x, w_gate, w_up, w_down_t, case.activation, torch.zeros(()), options, case.indicator, screens
+    )
     tokens = x.numel() // case.d if case.d else case.tokens
     if case.scale:
         options["token_scale"] = _scale(case.scale, tokens, g)

@@ -90,7 +90,7 @@ class Truth:
         self.active = self.kept & (self.x != 0)
         self.weight_t = sample.weight_t.double()
         if "scale" in sample.options:
-            self.weight_t = self.weight_t * sample.options["scale"].double()[:, None]
+            self.weight_t = self.weight_t * sample.options["scale"].double()
         self.out = self._masked(self.x) @ self._read(self.weight_t)
         if "bias" in sample.options:
             self.out = self.out + sample.options["bias"].double()
@@ -104,12 +104,14 @@ class Truth:
     def peers(self) -> list[Tensor]:
         """The masked layer by plain PyTorch in x's dtype, in several orders of summation; int8 weights dequantised.
 
-        Of few outputs more orders: the largest error of one or two numbers may by luck be next to nothing.
+        Of few outputs more orders: the largest error of one or two numbers may by luck be next to nothing. Likewise
+        where all rows are one: every output of a token then has the error of the same sum.
         """
         dtype, g = self.sample.x.dtype, torch.Generator().manual_seed(0)
         h, w = self._masked(self.x).to(dtype), self._read(self.weight_t).to(dtype)
         bias, out = self.sample.options.get("bias"), []
-        for _ in range(3 if self.out.numel() >= 64 else 12):
+        few = self.out.numel() < 64 or self.sample.weight_t.stride(0) == 0
+        for _ in range(12 if few else 3):
             order = torch.randperm(w.shape[0], generator=g)
             out.append(F.linear(h[:, order], w[order].t(), bias))
         return out
@@ -123,8 +125,8 @@ def build(case: Case, dtype: torch.dtype, seed: int = 0) -> Sample:
     values.view(-1)[3::7], values.view(-1)[5::19] = 0.0, -0.0
     options: dict[str, Tensor] = {}
     if case.int8:
-        options["scale"] = (weight.abs().amax(1) / 127 if case.n else torch.ones(case.k)).contiguous()
-        weight_t = _int8(rows((weight / options["scale"][:, None]).round().nan_to_num(0), case.weights))
+        options["scale"] = (weight.abs().amax(0) / 127 if case.k else torch.ones(case.n)).contiguous()
+        weight_t = _int8(rows((weight / options["scale"]).round().nan_to_num(0), case.weights))
     else:
         weight_t = rows(weight.to(dtype), case.weights)
     if case.bias:

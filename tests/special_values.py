@@ -86,6 +86,9 @@ def plant(sample: Any, changes: list[Special]) -> tuple[Any, set[int]]:
     """The sample with the changes made in memory of its own, and which tokens have one in their x or scale."""
     sample, touched = copy.deepcopy(sample), set()
     integers = any(name.startswith("scale") for name in sample.options)
+    if sample.x.dtype == torch.bfloat16 and any(c.number.endswith(("inf", "max")) for c in changes):
+        # The CPU's bfloat16 products take subnormal numbers for 0: PyTorch's and ours, each for sizes of its own.
+        changes = [c for c in changes if not c.number.endswith("subnormal")]
     for change in changes:
         t = getattr(sample, change.tensor, None)
         t = sample.options.get(change.tensor) if t is None else t
@@ -131,12 +134,17 @@ def _sums(x: Tensor, w: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
     return terms.clamp(min=0).sum(0)[None], -terms.clamp(max=0).sum(0)[None]
 
 
+def fits(most: float, x: Tensor, w: Tensor, *more: Tensor | None) -> Tensor:
+    """Where no partial sum of `_sums`' is beyond numbers up to `most`, in any order."""
+    return torch.maximum(*_sums(x, w, *more)) < most / 2
+
+
 def settled(most: float, x: Tensor, w: Tensor, *more: Tensor | None) -> Tensor:
-    """Where `_sums`' sum is of one kind in every order of summation of numbers up to `most`: no partial sum can
-    overflow, or those of one sign only, and the sum does by far."""
+    """Where `_sums`' sum is of one kind in every order of summation of numbers up to `most`: it fits, or partial sums
+    of one sign only can overflow, and the sum does by far."""
     up, down = _sums(x, w, *more)
     by_far = (torch.minimum(up, down) < most / 2) & ((up - down).abs() > 2 * most)
-    return (torch.maximum(up, down) < most / 2) | by_far
+    return fits(most, x, w, *more) | by_far
 
 
 def cancelled(x: Tensor, w: Tensor, *more: Tensor | None) -> Tensor:
@@ -165,14 +173,25 @@ class Judged:
     determined: Tensor
 
     @classmethod
-    def of(cls, out: Tensor, truth: Any, flips: Tensor | None, *last: Tensor | None) -> Judged:
+    def of(
+        cls,
+        out: Tensor,
+        truth: Any,
+        flips: Tensor | None,
+        *last: Tensor | None,
+        integers: Sequence[Tensor] = (),
+    ) -> Judged:
         """`truth` is that of the token alone; `flips`, what entries at the threshold may add, None where the decision
-        is exact; `last`, the arguments of `_sums` for the last product."""
+        is exact; `last`, the arguments of `_sums` for the last product, and `integers` those before the scale, of int8
+        weights: float32 must hold such sums too."""
         peers = torch.stack(truth.peers())
         flips = torch.zeros_like(truth.out) if flips is None else flips
         wanted = kinds(truth.out.to(out.dtype))
         determined = (kinds(peers) == wanted).all(0) & (flips < torch.finfo(out.dtype).max / 4)
-        determined &= settled(torch.finfo(torch.float32).max, *last) & ~cancelled(*last)
+        most = torch.finfo(torch.float32).max
+        determined &= settled(most, *last) & ~cancelled(*last)
+        if integers:
+            determined &= fits(most, *integers)
         return cls(out, truth.out[0], peers[:, 0], flips[0], determined[0])
 
 

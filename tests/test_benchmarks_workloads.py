@@ -71,7 +71,7 @@ def test_threshold_is_the_exact_quantile_of_the_calibration_tokens(sparsity: flo
     threshold = work.threshold(0, sparsity)
     assert threshold.shape == ()
     assert threshold.dtype == torch.float32
-    values = work._calibration[0]
+    values = work._calibration[work.compares, 0]
     assert (values < threshold).sum().item() == round(sparsity * len(values))
 
 
@@ -159,6 +159,29 @@ def test_options_are_the_operators_own(
     assert density.channels == pytest.approx(union, rel=0.05)
 
 
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_a_screened_call(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = small("gated_mlp", tokens=2, indicator="screen")
+    real, calls = sparsemlp.gated_mlp, []
+
+    def spy(*args: Any, **given: Any) -> Tensor:
+        calls.append(given)
+        return real(*args, **given)
+
+    monkeypatch.setattr(sparsemlp, "gated_mlp", spy)
+    x = work.fresh()[0]
+    with torch.inference_mode():
+        work.own(0.5, weights=weights)(0, x)
+        work.own(0.0, weights=weights)(0, x)
+    assert calls[0]["screen_gate"].bits == 4
+    assert [call.get("indicator", "gate") for call in calls] == ["screen", "gate"]
+    density = work.densities({0.5: [work.fresh() for _ in range(200)]})[0.5]
+    assert density.density == pytest.approx(0.5, rel=0.1)
+    itemsize = work.dtype.itemsize if weights == "float" else 1
+    matrix = work.shape.d * work.shape.f
+    assert work.bytes_read(0.25, weights=weights) == pytest.approx(matrix * (0.75 * itemsize + 2 * 4.5 / 8))
+
+
 @pytest.mark.parametrize("indicator", ["gate", "up", "product"])
 def test_what_is_compared_is_the_indicator(indicator: str) -> None:
     work = small("gated_mlp", tokens=5, indicator=indicator)
@@ -185,8 +208,10 @@ def test_what_is_compared_without_a_gate_has_the_bias() -> None:
 def test_wrong_shapes_and_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"^shape is 'vit-b', an MLP without a gate, expected a gated MLP"):
         GatedMlp(shapes.get("vit-b"), torch.float32, 1, "gelu", 1)
-    with pytest.raises(ValueError, match="indicator is 'screen'"):
-        small("gated_mlp", indicator="screen")
+    with pytest.raises(ValueError, match="indicator is 'down', expected one of: gate, up, product, screen"):
+        small("gated_mlp", indicator="down")
+    with pytest.raises(ValueError, match="input_sparsity is given with indicator 'screen'"):
+        small("gated_mlp", indicator="screen", input_sparsity=0.5)
     with pytest.raises(ValueError, match="activation is 'fatrelu', which has parameters"):
         GatedMlp(SMALL, torch.float32, 1, "fatrelu", 1)
 

@@ -74,6 +74,35 @@ def test_calibrate_writes_a_plan_that_reaches_its_target(
     assert err == ""
 
 
+def test_calibrate_with_a_screen(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(calibrate(model, text, tmp_path / "p", "--method", "screen", "--bits", "3")) == 0
+    out, err = capsys.readouterr()
+    found = Plan.load(tmp_path / "p")
+    assert (found.method, found.bits, found.group) == ("screen", 3, 32)
+    assert abs(found.sparsity - 0.5) < 1e-6
+    assert "screen of 3 bits in groups of 32, target 50%, 50.0% of" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--bits", "4"], "--bits is given with --method upaware, expected it with --method screen only"),
+        (["--method", "cats", "--group", "64"], "--group is given with --method cats, expected it with"),
+    ],
+)
+def test_a_screens_sizes_without_one(
+    more: list[str], message: str, model: Path, text: Path, tmp_path, capsys
+):
+    assert_sentence(cli.main(calibrate(model, text, tmp_path / "p", *more)), capsys, message)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_screen_that_is_not_offered(model: Path, text: Path, tmp_path: Path, capsys):
+    assert cli.main(calibrate(model, text, tmp_path / "p", "--method", "screen", "--bits", "5")) == 2
+    assert "invalid choice: 5" in capsys.readouterr().err
+
+
 def test_calibrate_says_when_the_text_gives_fewer_tokens(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -21,7 +21,14 @@ from benchmarks import gpu_cases, gpu_proof, gpus
 from benchmarks.gpu_proof import Row
 
 FLAGS_ONLY = ("gated_mlp_fwd_compact",)
-ELEMENTWISE = ("activation_fwd", "activation_bwd", "masked_fwd", "gated_mlp_fwd_tiles")
+ELEMENTWISE = (
+    "activation_fwd",
+    "activation_bwd",
+    "masked_fwd",
+    "gated_mlp_fwd_tiles",
+    "screen_fwd_quantize",
+)
+CODES = ("screen_fwd_scores",)
 TENSOR = {  # (architecture, rows of the tile): 64 and more, or 16
     ("sm_80", 64): "mma.sync",
     ("sm_80", 16): "mma.sync",
@@ -75,18 +82,20 @@ def wrong(rows: list[Row], spills: int = 0) -> list[str]:
 
 
 def narrow(rows: list[Row]) -> list[str]:
-    """What does not load weight rows 128 bits a thread; activations 64 at least (512 bytes an AMD wave)."""
+    """What does not load weight rows 128 bits a thread; activations 64 at least (512 bytes an AMD wave). Products of
+    many tokens take codes a group of few words at a time, from the caches: a word at least."""
     found = []
     for row in rows:
         of_x = row.kernel == "select_fwd" and row.case.startswith("sparse_linear")  # a few bytes a program
         needed = 0 if row.kernel in FLAGS_ONLY or of_x else 64 if row.kernel in ELEMENTWISE else 128
+        needed = 32 if row.kernel in CODES else needed
         if row.weight_bits < needed:
             found.append(f"{row.case} {row.kernel} {row.dtype} {row.arch}: {row.weight_bits}-bit loads")
     return found
 
 
 def test_the_cases_are_what_was_promised(compiled: list[Row]) -> None:
-    assert len(compiled) <= 264
+    assert len(compiled) <= 320
     assert len({row.key for row in compiled}) == len(compiled)
     for op in ("select_fwd", "activation_fwd", "activation_bwd"):
         found = {(row.dtype, row.activation, row.arch) for row in compiled if row.kernel == op}
@@ -126,8 +135,8 @@ def test_tensor_cores_multiply_where_tl_dot_is_meant(compiled: list[Row]) -> Non
         few = " decode t8" in row.case or " decode t16" in row.case
         of_x = row.kernel == "select_fwd" and row.case.startswith("sparse_linear")
         many = (row.case, row.kernel) == ("gated_mlp decode t16", "select_fwd")
-        rows = 64 if many or row.kernel.endswith(("up_tiles", "down_tiles")) else 16
-        dot = (few and not of_x) or rows == 64
+        rows = 64 if many or row.kernel.endswith(("up_tiles", "down_tiles", "scores")) else 16
+        dot = (few and not of_x and row.kernel != "screen_fwd_quantize") or rows == 64
         if not dot:
             assert row.tensor == "none", row
         elif row.dtype == "fp32":  # IEEE float32, which only AMD's matrix cores multiply
@@ -189,6 +198,52 @@ print(json.dumps(out))
     assert not tiles_spilled
 
 
+def test_four_products_of_int8_are_one_instruction() -> None:
+    """What the compilers do not find by themselves, and the interpreter cannot run; the constants are the arch's."""
+    found = elsewhere("""
+out = {}
+for bits in (3, 4, 8):
+    case = gpu_cases.Case("gated_mlp decode", "bf16", "silu", 1, options=(f"screen{bits}/32",))
+    quantize, select, rows = case.launches()
+    out[bits] = (
+        gpu_compile.disassembly(select, "sm_90").count("IDP.4A.S8.S8"),
+        gpu_compile.compile_launch(select, "gfx942")[0].asm["amdgcn"].count("v_dot4_i32_i8"),
+    )
+print(json.dumps(out))
+""")
+    assert {*found} == {"3", "4", "8"}
+    for nvidia, amd in found.values():  # 32 inputs of 4 neurons for gate and up: 2 · 4 · 8
+        assert nvidia >= 64
+        assert amd >= 64
+
+
+def test_parked_registers_are_not_touched_in_loops() -> None:
+    """Where the compiler lets a screen's select spill, it does between loops: `test_the_full_matrix_compiles`."""
+    bodies = elsewhere("""
+out = []
+for dtype, tokens, bits in (("bf16", 2, 4), ("fp32", 8, 4), ("bf16", 8, 3)):
+    options = (*gpu_cases.OPTIONS, f"screen{bits}/32")
+    select = gpu_cases.Case("gated_mlp decode", dtype, "weird", tokens, options=options).launches()[1]
+    out.append(gpu_compile.loops(select, "sm_90"))
+print(json.dumps(out))
+""")
+    for loops in bodies:
+        assert len(loops) >= 5  # groups for gate and for up, tokens, full rows of both
+        assert any("IDP.4A" in line for loop in loops for line in loop)
+        assert not any("STL" in line or "LDL" in line for loop in loops for line in loop)
+
+
+def test_quantized_tokens_are_compiled_without_fused_products() -> None:
+    """x · factor is rounded before it is rounded to an integer, and quotients are IEEE's."""
+    assert elsewhere("""
+quantize = gpu_cases.Case("gated_mlp decode", "fp32", "silu", 1, options=("screen4/32",)).launches()[0]
+code = gpu_compile.disassembly(quantize, "sm_90")
+fused = gpu_compile.disassembly(replace(quantize, fp_fusion=True), "sm_90")
+ptx = gpu_compile.compile_launch(quantize, "sm_90")[0].asm["ptx"]
+print(json.dumps([code.count("FFMA.RZ"), code.count("FADD") - fused.count("FADD") > 0, ptx.count("div.rn.f32") > 0]))
+""") == [0, True, True]
+
+
 def test_residency_follows_from_registers_shared_memory_and_warps() -> None:
     h200, amd = gpus.get("h200"), gpus.get("mi300x")
     assert h200.resident(32, 0, 4) == 16  # 64 warps
@@ -210,7 +265,10 @@ def test_the_full_matrix_compiles() -> None:
     odd = f"{gpu_cases.ODD[0]}x{gpu_cases.ODD[1]}"
     default = [row for row in rows if "=" not in row.case]  # what the tuner tries may be bad: it measures
     assert len(default) < len(rows)
-    assert (
-        wrong(default, spills=8) == []
-    )  # ptxas parks one register in a few of hundreds of variants, once a program
+    # ptxas parks one register in a few of hundreds of variants, once a program; by a screen, whose select has the
+    # most loops, up to twelve between them, which gives a multiprocessor one program more
+    screened = [row for row in default if " screen" in row.case]
+    assert 0 < len(screened) < len(default)
+    assert wrong([row for row in default if row not in screened], spills=8) == []
+    assert wrong(screened, spills=48) == []
     assert narrow([row for row in default if odd not in row.case]) == []

@@ -51,7 +51,7 @@ def test_a_threshold_one_percent_off_fails(tokens: int, dtype: torch.dtype, back
 @FEW_AND_MANY
 @pytest.mark.parametrize("name", ["scale_gate", "scale_up", "scale_down"])
 def test_a_scale_off_fails(name: str, tokens: int, dtype: torch.dtype, backend: str) -> None:
-    """Each matrix's scales count, and each neuron's own."""
+    """Each matrix's scales count, and each output's own."""
     sample = build(Case("scales", tokens=tokens, density=1, int8=True), dtype)
     check(sample, backend)
     wrong = sample.run(sparsemlp.gated_mlp, backend=backend, **{name: sample.options[name].roll(1)})
@@ -94,20 +94,34 @@ def test_large_and_small_entries_of_one_token(tokens: int, dtype: torch.dtype, b
 @EVERY_BACKEND
 @EVERY_DTYPE
 @FEW_AND_MANY
-@pytest.mark.parametrize("where", ["scale_up", "scale_down"])
-def test_what_is_skipped_is_not_read(where: str, tokens: int, dtype: torch.dtype, backend: str) -> None:
+def test_what_is_skipped_is_not_read(tokens: int, dtype: torch.dtype, backend: str) -> None:
     """A NaN scale of a neuron reaches the tokens that want it and no other of the same call."""
     case = Case("rows", tokens=tokens, f=70, scale="alternate", density="neurons", biases="gu", int8=True)
     sample = build(case, dtype)
     sample.threshold[33] = torch.inf  # only the tokens of scale 0 want neuron 33
     check(sample, backend)
-    options = {**sample.options, where: sample.options[where].clone()}
-    options[where][33] = torch.nan
+    options = {**sample.options, "scale_up": sample.options["scale_up"].clone()}
+    options["scale_up"][33] = torch.nan
     out = replace(sample, options=options).run(sparsemlp.gated_mlp, backend=backend)
     dense = sample.options["token_scale"] == 0
     assert out[dense].isnan().all()
     sparse = {name: t for name, t in sample.options.items() if name != "token_scale"}
     check(replace(sample, x=sample.x[~dense], options=sparse), backend, out[~dense])
+
+
+@EVERY_BACKEND
+@EVERY_DTYPE
+@FEW_AND_MANY
+def test_a_large_neuron_leaves_the_others_their_precision(
+    tokens: int, dtype: torch.dtype, backend: str
+) -> None:
+    """Hidden values of thousands, whose down rows are 0 in most columns: there the other neurons are the output."""
+    case = Case("large", tokens=tokens, d=130, f=200, activation="relu", density=1, biases="g", int8=True)
+    sample = build(case, dtype)
+    sample.options["b_gate"][77:79] = 3000
+    sample.w_down_t[77:79, 1:] = 0
+    truth, out = Truth(sample), check(sample, backend)
+    assert_within_budget(out[:, 1:], [peer[:, 1:] for peer in truth.peers()], truth.out[:, 1:])
 
 
 @NATIVE

@@ -184,21 +184,16 @@ def test_rows_count_for_the_tokens_that_want_them(
 @EVERY_DTYPE
 @FEW_AND_MANY
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_scales_count_for_the_tokens_that_want_them(
-    value: float, tokens: int, dtype: torch.dtype, backend: str
-) -> None:
-    """The scale of int8 weights likewise."""
-    sample = build(Case("scales", tokens=tokens, k=70, scale="alternate", density=0, int8=True), dtype)
+def test_a_scale_counts_for_its_output(value: float, tokens: int, dtype: torch.dtype, backend: str) -> None:
+    sample = build(Case("scales", tokens=tokens, k=70, density=1, int8=True), dtype)
     if refuses(sample, backend):
         return
-    sample.x[:, 33] = 1
+    before = check(sample, backend)
     sample.options["scale"][33] = value
-    sample.options["scale"][34] = value
-    sample.x[:, 34] = 0
     out = sample.run(sparse_linear, backend=backend)
-    dense = sample.options["token_scale"] == 0
-    assert not out[dense].isfinite().any()
-    assert (out[~dense] == 0).all()
+    rest = torch.arange(out.shape[1]) != 33
+    assert torch.equal(out[:, rest], before[:, rest])
+    assert not out[:, 33].isfinite().any()
 
 
 @EVERY_DTYPE
@@ -299,7 +294,7 @@ def test_int8_products_are_rounded_once(tokens: int, dtype: torch.dtype, backend
         return
     g = torch.Generator().manual_seed(0)
     sample.x = torch.randint(-8, 9, sample.x.shape, generator=g).to(dtype)
-    sample.options["scale"] = 2.0 ** torch.randint(-5, 3, (60,), generator=g)
+    sample.options["scale"] = 2.0 ** torch.randint(-5, 3, (40,), generator=g)
     sample.options["bias"] = (torch.randint(-99, 99, (40,), generator=g) / 16).to(dtype)
     assert torch.equal(sample.run(sparse_linear, backend=backend), Truth(sample).out.to(dtype))
 

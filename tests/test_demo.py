@@ -266,7 +266,7 @@ def test_the_demo_end_to_end_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest
         rows = [r for r in csv.DictReader(stream) if r["part"] == "smollm2-135m"]
     assert [(r["method"], r["dtype"]) for r in rows] == [
         (method, dtype)
-        for method in (report.DENSE, "threshold 0", "cats", "upaware")
+        for method in (report.DENSE, "threshold 0", "cats", "upaware", "screen")
         for dtype in ("bf16", "fp32")
     ]
     assert float(rows[2]["perplexity"]) == pytest.approx(float(rows[0]["perplexity"]), rel=1e-3)

@@ -141,13 +141,15 @@ def test_configurations_take_turns():
 def test_stack_reaches_its_targets_on_fresh_tokens(dtype: torch.dtype):
     points = stack.measure_stack(dtype, d=256, f=512, layers=2, targets=(0.0, 0.5, 0.9), rounds=6)
     assert [(p.activation, p.target) for p in points] == [
-        ("silu", None), ("silu", 0.0), ("silu", 0.5), ("silu", 0.9), ("relu", None), ("relu", 0.9),
+        ("silu", None), ("silu", 0.0), ("silu", 0.5), ("silu", 0.9), ("silu", 0.5), ("silu", 0.9), ("relu", None),
+        ("relu", 0.9),
     ]  # fmt: skip
+    assert [p.indicator for p in points] == [*["gate"] * 4, "screen", "screen", "gate", "gate"]
     for point in points:
         assert abs(point.sparsity - (point.target or 0.0)) < 0.04
         assert point.ms > 0
     eps = torch.finfo(dtype).eps
-    assert [p.error is None for p in points] == [True, False, True, True, True, False]
+    assert [p.error is None for p in points] == [True, False, *[True] * 5, False]
     assert all(p.error < 4 * eps * 512**0.5 for p in points if p.error is not None)
 
 

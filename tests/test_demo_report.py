@@ -32,6 +32,7 @@ def sample_report() -> report.Report:
     points = [StackPoint("silu", None, 0.0, 10.0), StackPoint("silu", 0.0, 0.0, 8.0, 0.001)]
     points += [
         StackPoint("silu", 0.9, 0.9, 2.5),
+        StackPoint("silu", 0.9, 0.9, 2.0, indicator="screen"),
         StackPoint("relu", None, 0.0, 12.0),
         StackPoint("relu", 0.9, 0.9, 3.0, 0.002),
     ]
@@ -63,7 +64,7 @@ def test_csv_has_a_line_a_configuration_and_dtype(tmp_path: Path):
     report.write_csv(sample_report(), tmp_path / "d.csv")
     with (tmp_path / "d.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert len(rows) == 2 * 8 + 2 * 5
+    assert len(rows) == 2 * 11 + 2 * 6
     row = next(r for r in rows if (r["method"], r["target"], r["dtype"]) == ("cats", "0.7", "bf16"))
     assert float(row["perplexity"]) == pytest.approx(54.3)
     assert float(row["speedup"]) == pytest.approx(1.7, abs=1e-3)
@@ -71,6 +72,7 @@ def test_csv_has_a_line_a_configuration_and_dtype(tmp_path: Path):
     stacked = [r for r in rows if r["part"] == "llama3-8b-shape"]
     assert {r["perplexity"] for r in stacked} == {""}
     assert float(stacked[2]["mlp_ms"]) == 32 * 2.5
+    assert (stacked[3]["method"], float(stacked[3]["mlp_ms"])) == ("silu, screen", 32 * 2.0)
     assert [p.name for p in tmp_path.iterdir()] == ["d.csv"]
 
 

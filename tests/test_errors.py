@@ -244,9 +244,9 @@ BAD = {
     "backend": (dict(backend="cuda"), r"backend is 'cuda', expected one of: auto, native, .*reference"),
     "backend-none": (dict(backend=None), r"backend is None, expected one of: auto, .*"),
     "indicator": (dict(indicator="down"), r"indicator is 'down', expected one of: gate, up, product, screen"),
-    "indicator-unbuilt": (
+    "screen-missing": (
         dict(indicator="screen"),
-        r"indicator is 'screen', expected gate, up or product; screen is not built yet",
+        r"screen_gate is NoneType, expected a PackedWeight with indicator 'screen'; make it with .*pack\(w_gate\)",
     ),
     # activation parameters
     "params-missing": (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsemlp.quantization import check_rows, dequantize_rows, quantize_rows
+from sparsemlp.quantization import check_rows, dequantize_rows, quantize_columns, quantize_rows
 from tests.test_errors import D, F, T, arguments, meta, raises
 
 
@@ -15,7 +15,8 @@ def int8(**changes: Any) -> dict[str, Any]:
     """A valid call with int8 weights, some arguments replaced."""
     made: dict[str, Any] = {}
     for name, scale in (("w_gate", "scale_gate"), ("w_up", "scale_up"), ("w_down_t", "scale_down")):
-        made[name], made[scale] = quantize_rows(arguments()[name])
+        quantize = quantize_columns if name.endswith("_t") else quantize_rows
+        made[name], made[scale] = quantize(arguments()[name])
     return {**made, **changes}
 
 
@@ -71,9 +72,9 @@ BAD = {
     ),
     "scale-down-missing": (
         int8(scale_down=None),
-        r"scale_down is None, expected \(F,\) = \(4,\) float32 beside an int8 w_down_t; .*",
+        r"scale_down is None, expected \(D,\) = \(6,\) float32 beside an int8 w_down_t; .*quantize_columns",
     ),
-    "scale-size": (int8(scale_down=torch.ones(D)), r"scale_down is shape \(6\), expected \(F,\) = \(4,\)"),
+    "scale-size": (int8(scale_down=torch.ones(F)), r"scale_down is shape \(4\), expected \(D,\) = \(6,\)"),
     "scale-number": (int8(scale_up=1.0), r"scale_up is float, expected \(F,\) = \(4,\)"),
     "scale-half": (int8(scale_gate=torch.ones(F).half()), r"scale_gate is float16, expected float32; .*"),
     "scale-device": (int8(scale_gate=meta(F)), r"scale_gate is on meta, expected x's device cpu; .*"),

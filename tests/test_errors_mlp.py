@@ -29,7 +29,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 def int8(**changes: Any) -> dict[str, Any]:
     """The changes that make the weights int8, with some of these replaced."""
     weights = {name: torch.ones(F, D, dtype=torch.int8) for name in ("w_in", "w_out_t")}
-    return {**weights, "scale_in": torch.ones(F), "scale_out": torch.ones(F), **changes}
+    return {**weights, "scale_in": torch.ones(F), "scale_out": torch.ones(D), **changes}
 
 
 def raises(message: str, **changes: Any) -> None:
@@ -144,11 +144,11 @@ BAD = {
     ),
     "int8-no-out-scale": (
         int8(scale_out=None),
-        r"scale_out is None, expected \(F,\) = \(4,\) float32 beside an int8 w_out_t; .*",
+        r"scale_out is None, expected \(D,\) = \(6,\) float32 beside an int8 w_out_t; .*quantize_columns",
     ),
     "int8-scale-size": (int8(scale_in=torch.ones(D)), r"scale_in is shape \(6\), expected \(F,\) = \(4,\)"),
     "int8-scale-half": (
-        int8(scale_out=torch.ones(F).half()),
+        int8(scale_out=torch.ones(D).half()),
         r"scale_out is float16, expected float32; .*",
     ),
     "int8-device": (

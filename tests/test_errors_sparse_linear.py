@@ -68,14 +68,14 @@ BAD = {
         r"token_scale is shape \(3, 1\), expected \(T,\) = \(3,\) or x's leading shape",
     ),
     "token_scale-number": (dict(token_scale=1.0), r"token_scale is float, expected \(T,\) = \(3,\) .*"),
-    "scale-N": (
-        dict(weight_t=INT8, scale=torch.ones(N)),
-        r"scale is shape \(4\), expected \(K,\) = \(6,\)",
+    "scale-K": (
+        dict(weight_t=INT8, scale=torch.ones(K)),
+        r"scale is shape \(6\), expected \(N,\) = \(4,\)",
     ),
-    "scale-number": (dict(weight_t=INT8, scale=1.0), r"scale is float, expected \(K,\) = \(6,\)"),
+    "scale-number": (dict(weight_t=INT8, scale=1.0), r"scale is float, expected \(N,\) = \(4,\)"),
     "scale-missing": (
         dict(weight_t=INT8),
-        r"scale is None, expected \(K,\) = \(6,\) beside int8 weights; pass their scales",
+        r"scale is None, expected \(N,\) = \(4,\) beside int8 weights; pass their scales",
     ),
     "scale-unwanted": (
         dict(scale=torch.ones(K)),
@@ -107,13 +107,13 @@ BAD = {
         r"token_scale is float16, expected float32; .*",
     ),
     "scale-half": (
-        dict(weight_t=INT8, scale=torch.ones(K).half()),
+        dict(weight_t=INT8, scale=torch.ones(N).half()),
         r"scale is float16, expected float32; .*",
     ),
     # devices, layouts, strides
     "weight-device": (dict(weight_t=meta(K, N)), r"weight_t is on meta, expected x's device cpu; .*"),
     "int8-device": (
-        dict(weight_t=meta(K, N, dtype=torch.int8), scale=torch.ones(K)),
+        dict(weight_t=meta(K, N, dtype=torch.int8), scale=torch.ones(N)),
         r"weight_t is torch\.strided on meta, expected torch\.strided on x's device cpu; .*",
     ),
     "bias-device": (dict(bias=meta(N)), r"bias is on meta, expected x's device cpu; .*"),
@@ -123,7 +123,7 @@ BAD = {
         r"threshold is float32 on meta, expected float32 on x's device cpu",
     ),
     "token_scale-device": (dict(token_scale=meta(T)), r"token_scale is on meta, expected x's .*"),
-    "scale-device": (dict(weight_t=INT8, scale=meta(K)), r"scale is on meta, expected x's device cpu; .*"),
+    "scale-device": (dict(weight_t=INT8, scale=meta(N)), r"scale is on meta, expected x's device cpu; .*"),
     "x-sparse": (
         dict(x=torch.eye(K).to_sparse()),
         r"x has layout torch.sparse_coo, expected torch.strided; .*",
@@ -137,7 +137,7 @@ BAD = {
         r"weight_t has strides \(1, 6\), expected unit stride inside a row; .*weight_t\.contiguous\(\)",
     ),
     "int8-stride": (
-        dict(weight_t=INT8.t().contiguous().t(), scale=torch.ones(K)),
+        dict(weight_t=INT8.t().contiguous().t(), scale=torch.ones(N)),
         r"weight_t has strides \(1, 6\), expected unit stride inside a row; .*",
     ),
     "weight-broadcast": (
@@ -194,7 +194,7 @@ def test_values_inside_a_threshold_tensor(
     call_ = {
         "x": torch.randn(tokens, K),
         "backend": backend,
-        **(dict(weight_t=INT8, scale=torch.ones(K)) if int8 else {}),
+        **(dict(weight_t=INT8, scale=torch.ones(N)) if int8 else {}),
     }
     if backend != "triton":
         message = r"threshold holds a negative or NaN value, expected values (>=|≥) 0 \(inf: never active\)"
@@ -223,7 +223,7 @@ def test_a_backend_without_derivative_says_so() -> None:
         dict(x=torch.randn(T, K, requires_grad=True)),
         dict(weight_t=torch.randn(K, N, requires_grad=True)),
         dict(bias=torch.randn(N, requires_grad=True)),
-        dict(weight_t=INT8, scale=torch.ones(K, requires_grad=True)),
+        dict(weight_t=INT8, scale=torch.ones(N, requires_grad=True)),
     ):
         for threshold in (0.5, torch.tensor(0.5)):  # with a tensor the direct call is tried first
             raises(message, backend="native", threshold=threshold, **changes)

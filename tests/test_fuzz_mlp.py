@@ -26,9 +26,9 @@ from tests.special_values import (
     Special,
     assert_apart,
     check,
+    fits,
     plant,
     run,
-    settled,
     specials,
     with_mean,
 )
@@ -59,8 +59,9 @@ NATIVE = pytest.mark.parametrize("backend", backends(OP, only="native"))
 
 
 def decision_settled(truth: Truth, most: float) -> bool:
-    """Whether numbers up to `most` leave no doubt about which neurons are active, but for those at the threshold."""
-    sums = settled(most, truth.x, truth.w_in.T, truth.sample.options.get("b_in"))
+    """Whether numbers up to `most` leave no doubt about which neurons are active, but for those at the threshold: what
+    overflows has an activation unlike float64's (silu of −inf is NaN)."""
+    sums = fits(most, truth.x, truth.w_in.T, truth.sample.options.get("b_in"))
     size = truth.act.abs().nan_to_num(0.0, 0.0)
     too_large = (size > most / 2) & truth.limit.isinf()  # an activation rounded to inf would be kept
     return bool(sums.all()) and not bool(too_large.any())
@@ -73,7 +74,10 @@ def judge_token(sample: Sample, out: torch.Tensor, decides: torch.dtype) -> Judg
     hidden = torch.where(truth.active, truth.act - (0 if truth.mean is None else truth.mean), 0)
     terms = with_mean(hidden, truth.w_out_t, truth.mean, options)
     last = *terms, options.get("b_out"), options.get("skipped_out")
-    return Judged.of(out, truth, truth.flips(decides), *last)
+    integers = ()
+    if "scale_out" in options:
+        integers = with_mean(hidden, sample.w_out_t.double(), truth.mean, options)
+    return Judged.of(out, truth, truth.flips(decides), *last, integers=integers)
 
 
 def judge(sample: Sample, changes: list[Special], backend: str, isa: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 import sparsemlp
 from sparsemlp import _native
 from sparsemlp.ops import _gated_mlp_native, _mlp_native
-from sparsemlp.quantization import quantize_rows
+from sparsemlp.quantization import quantize_columns, quantize_rows
 
 ROUTES = ("sparse", "dense", "pytorch")
 NEEDS_LIBRARY = pytest.mark.skipif(_native.problem() is not None, reason=f"native: {_native.problem()}")
@@ -17,12 +17,15 @@ NEEDS_LIBRARY = pytest.mark.skipif(_native.problem() is not None, reason=f"nativ
 
 def weights(count: int, f: int, d: int) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
-    made = [quantize_rows(torch.randn(f, d) / d**0.5) for _ in range(count)]
+    made = [quantize_rows(torch.randn(f, d) / d**0.5) for _ in range(count - 1)]
+    made.append(quantize_columns(torch.randn(f, d) / d**0.5))
     return [q for q, _ in made], [s for _, s in made]
 
 
-def double(q: Tensor, scale: Tensor) -> Tensor:
-    return q.double() * scale.double()[:, None]
+def double(q: list[Tensor], scale: list[Tensor]) -> list[Tensor]:
+    """The weights' values; the last one has a scale for each column."""
+    rows = [w.double() * s.double()[:, None] for w, s in zip(q[:-1], scale[:-1], strict=True)]
+    return [*rows, q[-1].double() * scale[-1].double()]
 
 
 @NEEDS_LIBRARY
@@ -32,7 +35,7 @@ def test_sums_of_integers_are_beyond_float16(tokens: int, route: str) -> None:
     """Σ x·q reaches 10⁶ here, the outputs 10: nothing may be held unscaled in half precision."""
     q, s = weights(3, 64, 4096)
     x = (10 * torch.randn(tokens, 4096)).half()
-    wide = [double(*pair) for pair in zip(q, s, strict=True)]
+    wide = double(q, s)
     args = (x, *q, torch.tensor(0.0), *[None] * 7, *s, *[None] * 5, "relu", "gate")
     with torch.inference_mode():
         found = _gated_mlp_native.ROUTES[route](*args)
@@ -40,10 +43,10 @@ def test_sums_of_integers_are_beyond_float16(tokens: int, route: str) -> None:
     expected = (p.relu() * u) @ wide[2]
     assert (found.double() - expected).abs().max() <= 4e-3 * expected.abs().max()
 
-    args = (x, *q[:2], torch.tensor(0.0), *[None] * 6, *s[:2], *[None] * 3, "relu")
+    args = (x, q[0], q[2], torch.tensor(0.0), *[None] * 6, s[0], s[2], *[None] * 3, "relu")
     with torch.inference_mode():
         found = _mlp_native.ROUTES[route](*args)
-    expected = p.relu() @ wide[1]
+    expected = p.relu() @ wide[2]
     assert (found.double() - expected).abs().max() <= 4e-3 * expected.abs().max()
 
 
@@ -60,7 +63,8 @@ def test_tokens_of_tiny_entries(tokens: int, largest: float, dtype: torch.dtype,
     s = [s[0] * 1e10, s[1] * 1e10]  # outputs that are normal numbers
     with torch.inference_mode():
         found = sparsemlp.mlp(x, q[0], q[1], scale_in=s[0], scale_out=s[1], backend=backend)
-    expected = (x.double() @ double(q[0], s[0]).t()).relu() @ double(q[1], s[1])
+    wide = double(q, s)
+    expected = (x.double() @ wide[0].t()).relu() @ wide[1]
     error = (found.double() - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
     assert error.max() <= (1e-6 if dtype == torch.float32 else 8e-3)
 

@@ -154,7 +154,8 @@ def test_an_exchanged_gate_runs_dense_until_it_is_stored_again() -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(indicator="down"), r"indicator is 'down', expected one of: gate, up, product, screen"),
-    (dict(indicator="screen"), r"indicator is 'screen', expected gate, up or product; screen is not built yet"),
+    (dict(indicator="screen", input_threshold=0.1), r"input_threshold is given with indicator 'screen', expected None: "
+     r".*; leave one of the two away"),
     (dict(input_threshold=-1.0), r"input_threshold is or contains -1, expected a number ≥ 0 or .*"),
     (dict(input_threshold=torch.tensor(torch.nan)), r"input_threshold is or contains NaN, expected .*"),
     (dict(input_threshold=torch.ones(N)), r"input_threshold has shape \(40,\), expected .* or \(D,\) = \(24,\)"),

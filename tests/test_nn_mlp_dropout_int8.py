@@ -96,10 +96,8 @@ def test_int8(kind: str, later: bool, dtype: torch.dtype):
     for name, layer in zip(dense.names, (first, last), strict=True):
         getattr(rounded, name).weight = nn.Parameter(layer.to_linear().weight.to(dtype))
     wide = copy.deepcopy(dense).double()
-    for name, layer, by_input in zip(dense.names, (first, last), (False, True), strict=True):
-        scale = layer.scale.double()
-        value = layer.qweight.double() * (scale if by_input else scale[:, None])
-        getattr(wide, name).weight = nn.Parameter(value)
+    for name, layer in zip(dense.names, (first, last), strict=True):
+        getattr(wide, name).weight = nn.Parameter(layer.qweight.double() * layer.scale.double()[:, None])
     limit = away_from_band(wide, x, 0.1)
     sparse.set_thresholds(limit, torch.randn(N) * 0.1)
     with torch.no_grad():

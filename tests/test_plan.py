@@ -33,8 +33,12 @@ def test_equality_is_bit_exact() -> None:
         make(target=0.30000001),
         make(tokens=8),
         make(method="upaware"),
+        make(method="screen", bits=4, group=32),
     ):
         assert other != make()
+    screens = [make(method="screen", bits=b, group=g) for b, g in ((4, 32), (4, 64), (3, 32))]
+    assert screens[0] == make(method="screen", bits=4, group=32)
+    assert screens[0] not in screens[1:]
     assert LayerPlan(torch.tensor(0.0), None, 0.0) != LayerPlan(torch.tensor(-0.0), None, 0.0)
 
 
@@ -95,6 +99,12 @@ def test_plan_made_by_hand_is_checked() -> None:
     layers = make().layers
     with pytest.raises(ValueError, match=r"layers lacks model.layers.1.mlp"):
         make(layers={FIRST: layers[FIRST]})
+    with pytest.raises(ValueError, match="bits is None, expected one of: 3, 4, 8"):
+        make(method="screen")
+    with pytest.raises(ValueError, match="group is 16, expected one of: 32, 64, 128"):
+        make(method="screen", bits=4, group=16)
+    with pytest.raises(ValueError, match="bits is 4 and group 32 with method 'upaware', expected None"):
+        make(method="upaware", bits=4, group=32)
     layers[FIRST] = LayerPlan(torch.tensor(-1.0), None, 0.5)
     with pytest.raises(ValueError, match=r"holds -1\.0, expected numbers ≥ 0"):
         make(layers=layers)

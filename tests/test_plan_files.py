@@ -75,9 +75,43 @@ def test_round_trip_of_any_values(
     layers["model.layers.0.mlp"] = LayerPlan(
         torch.tensor(thresholds), torch.tensor(means), sparsity, sparsity / 3
     )
-    plan = make(layers=layers, target=target, method=method)
+    sizes = {"bits": 3, "group": 128} if method == "screen" else {}
+    plan = make(layers=layers, target=target, method=method, **sizes)
     plan.save(tmp_path)
     assert Plan.load(tmp_path) == plan
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_screen_is_saved_with_its_plan(tmp_path: Path, bits: int, group: int) -> None:
+    plan = make(method="screen", bits=bits, group=group)
+    plan.save(tmp_path)
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert (record["version"], record["method"], record["bits"], record["group"]) == (
+        1,
+        "screen",
+        bits,
+        group,
+    )
+    loaded = Plan.load(tmp_path)
+    assert loaded == plan
+    assert (loaded.bits, loaded.group) == (bits, group)
+    assert loaded != make(method="screen", bits=bits, group=32 if group != 32 else 64)
+
+
+def test_plans_of_the_other_methods_are_the_bytes_they_were_before_there_was_a_screen(tmp_path: Path) -> None:
+    make(package_version="0").save(tmp_path)
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert list(record) == [
+        "format", "version", "package_version", "method", "target", "calibration_tokens", "tensors_sha256",
+        "fingerprint", "layers",
+    ]  # fmt: skip
+    text = (tmp_path / "plan.json").read_text().replace(record["tensors_sha256"], "")
+    assert (
+        hashlib.sha256(text.encode()).hexdigest()
+        == "6d30bb8805210069c95d75fe2a489072f0f34a388f0745bf15574a5edd79118f"
+    )
+    assert Plan.load(tmp_path).bits is Plan.load(tmp_path).group is None
 
 
 def test_views_and_gradients_are_saved_as_values(tmp_path: Path) -> None:
@@ -188,8 +222,14 @@ def test_json_of_something_else(saved: Path, text: str) -> None:
         ({"version": "1"}, "has version '1', expected a whole number"),
         ({"version": True}, "has version True, expected a whole number"),
         ({"version": 0}, "has version 0, expected a whole number"),
-        ({"method": "magic"}, "method is 'magic', expected one of: cats, upaware"),
+        ({"method": "magic"}, "method is 'magic', expected one of: cats, upaware, screen"),
         ({"method": ["cats"]}, "method is ['cats'], expected one of"),
+        ({"method": "screen"}, "key 'bits' is missing"),
+        ({"method": "screen", "bits": 5, "group": 32}, "bits is 5, expected one of: 3, 4, 8"),
+        ({"method": "screen", "bits": 4.0, "group": 32}, "bits is 4.0, expected one of: 3, 4, 8"),
+        ({"method": "screen", "bits": 4, "group": None}, "group is None, expected one of: 32, 64, 128"),
+        ({"bits": 4}, "bits is 4 and group None with method 'cats', expected None beside any but 'screen'"),
+        ({"group": 32}, "bits is None and group 32 with method 'cats'"),
         ({"target": 1.5}, "target is 1.5, expected a share in [0, 1)"),
         ({"target": float("nan")}, "target is nan, expected a share"),
         ({"calibration_tokens": None}, "tokens is None, expected the number of calibration tokens"),
@@ -228,6 +268,15 @@ def test_missing_fields(saved: Path, key: str) -> None:
     assert (
         "does not match the checksum" if key == "tensors_sha256" else f"key '{key}' is missing"
     ) in refused(saved)
+
+
+@pytest.mark.parametrize("key", ["bits", "group"])
+def test_missing_screen(tmp_path: Path, key: str) -> None:
+    make(method="screen", bits=4, group=32).save(tmp_path)
+    record = json.loads((tmp_path / "plan.json").read_text())
+    del record[key]
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    assert f"key '{key}' is missing" in refused(tmp_path)
 
 
 def test_layers_missing_and_extra(saved: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsemlp.quantization import dequantize_rows, quantize_rows
+from sparsemlp.quantization import dequantize_rows, quantize_columns, quantize_rows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -85,3 +85,22 @@ def test_gradients_stop_and_meta_is_not_read() -> None:
     assert not scale.requires_grad
     q, scale = quantize_rows(torch.empty(4, 5, device="meta"))
     assert (q.device.type, q.dtype, q.shape, scale.shape) == ("meta", torch.int8, (4, 5), (4,))
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (1100, 7), (0, 5), (5, 0)], ids=str)
+def test_columns_are_the_rows_of_the_transpose(shape: tuple[int, int]) -> None:
+    weight = normal(*shape)
+    q, scale = quantize_columns(weight)
+    expected, factors = quantize_rows(weight.t())
+    assert torch.equal(q, expected.t())
+    assert torch.equal(scale, factors)
+    assert q.is_contiguous()
+
+
+def test_columns_of_what_cannot_be_rounded() -> None:
+    weight = normal(4, 6)
+    weight[2, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"^weight holds NaN, inf or .* in row 2, expected finite values"):
+        quantize_columns(weight)
+    with pytest.raises(ValueError, match=r"^weight is list, expected a floating-point matrix"):
+        quantize_columns([[1.0]])  # type: ignore[arg-type] # on purpose

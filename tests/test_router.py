@@ -16,7 +16,7 @@ from sparsemlp import _native
 from sparsemlp._op import Backend, Op
 from sparsemlp.ops.gated_mlp import OP
 from sparsemlp.router import decide
-from sparsemlp.router.model import CHUNK, MARGIN, Problem, choose, few_tokens, seconds, union
+from sparsemlp.router.model import CHUNK, MARGIN, Problem, choose, few_tokens, most_screened, seconds, union
 from tests.router_profiles import KINDS, flat, forced, using
 
 D, F = 64, 100
@@ -56,6 +56,36 @@ def test_times_are_the_measured_ones(form: str) -> None:
         assert found == pytest.approx(1e-6 * expected[form])
     third = 2 / 3 if form == "ungated" else 1
     assert seconds(profile, problem(64, form), "pytorch", 0.3) == pytest.approx(64e-6 * 7 * third)
+
+
+def test_a_screened_call_pays_for_its_copies_and_reads_three_rows_a_neuron() -> None:
+    profile = flat(sparse=(100.0, 220.0, 300.0), dense=10.0, pytorch=7.0, screen=5.0)
+    for density, rows in {0.0: 0.0, 0.5: 1.5 * 120, 1.0: 1.5 * 200}.items():
+        assert seconds(profile, problem(1, "screen"), "sparse", density) == pytest.approx(1e-6 * (5 + rows))
+    for route, a_token in (("dense", 10), ("pytorch", 7)):
+        assert seconds(profile, problem(64, "screen"), route, 0.3) == pytest.approx(64e-6 * (a_token + 5))
+
+
+def test_up_to_how_many_tokens_the_screen_pays() -> None:
+    """One token: 5 + 0.3 · 2 · 180 µs of 300; T of them: 5T + the union's rows, which passes 300 from 3 tokens on."""
+    profile = flat(sparse=(100.0, 220.0, 300.0), pytorch=1e6, screen=5.0)
+
+    def found(sparsity: float) -> int:
+        return most_screened(profile, "float32", D, F, 1 - sparsity)
+
+    assert seconds(profile, problem(2, "screen"), "sparse", 0.3) < 300e-6  # type: ignore[operator]
+    unions = [1 - 0.7**t for t in range(1, 33)]
+    rows = [360 * u if u <= 0.5 else 180 + 240 * (u - 0.5) for u in unions]
+    assert found(0.7) == sum(5 * t + r < 300 for t, r in enumerate(rows, 1))
+    assert found(0.0) == 0
+    assert 1 <= found(0.5) < found(0.7) < found(0.95)
+
+
+def test_without_times_the_bytes_say_up_to_how_many_tokens_the_screen_pays() -> None:
+    assert most_screened(None, "bfloat16", D, F, 0.5) == 2  # 0.56 + 2.25 of 3; three tokens 0.56 + 2.625
+    assert most_screened(None, "bfloat16", D, F, 0.2) == 7  # 1 − 0.8^T below 0.8125
+    assert most_screened(None, "bfloat16/int8", D, F, 0.7) == 0
+    assert most_screened(None, "float32", D, F, 0.2) == 10
 
 
 def test_times_between_and_beyond_what_was_measured() -> None:

@@ -252,10 +252,10 @@ def test_no_tokens() -> None:
 
 @LIBRARY
 def test_int8_and_product() -> None:
-    from sparsemlp.quantization import quantize_rows
+    from sparsemlp.quantization import quantize_columns, quantize_rows
 
     x, *weights = operands(40, torch.bfloat16)
-    pairs = [quantize_rows(w) for w in weights]
+    pairs = [quantize_rows(w) for w in weights[:2]] + [quantize_columns(weights[2])]
     scales = dict(zip(("scale_gate", "scale_up", "scale_down"), (s for _, s in pairs), strict=True))
     with using(TRADE_OFF):
         found = sparsemlp.explain(sparsemlp.gated_mlp, x, *(q for q, _ in pairs), **scales)

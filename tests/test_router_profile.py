@@ -87,8 +87,8 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda d: d.update(schema=2), "its schema is 2, this version reads 1"),
-        (lambda d: d.pop("schema"), "its schema is None, this version reads 1"),
+        (lambda d: d.update(schema=3), "its schema is 3, this version reads 2"),
+        (lambda d: d.pop("schema"), "its schema is None, this version reads 2"),
         (lambda d: d.pop("machine"), r"it is damaged \(KeyError: 'machine'\)"),
         (lambda d: d["machine"].update(threads="4"), r"it is damaged \(ValueError: '4' is no int in range\)"),
         (lambda d: d["machine"].update(threads=True), r"it is damaged \(ValueError: True is no int"),
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named(change: Callable[[dict[str, Any]], object], sen
     assert found is None or found.source.startswith("shipped with the package")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{", b"[" * 100_000, b'{"schema": 1}'])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{", b"[" * 100_000, b'{"schema": 2}'])
 def test_garbage_is_ignored_with_one_warning(content: bytes) -> None:
     path(HERE).parent.mkdir(parents=True)
     path(HERE).write_bytes(content)
@@ -208,7 +208,7 @@ def test_calls_work_whatever_the_file_says() -> None:
     generator = torch.Generator().manual_seed(0)
     x, *weights = (torch.randn(n, 16, generator=generator) for n in (40, 32, 32, 32))
     expected = sparsemlp.gated_mlp(x, *weights, backend="reference")
-    for content in ("{", '{"schema": 9}', json.dumps({"schema": 1, "machine": []})):
+    for content in ("{", '{"schema": 9}', json.dumps({"schema": 2, "machine": []})):
         file.write_text(content)
         profile._warn.cache_clear()
         decide.forget()

@@ -68,7 +68,9 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, costs: Any) -> Clock:
 def test_the_routes_times_land_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     def costs(cell: tuple[str, int, int]) -> float:
         route, tokens, column = cell
-        return {"sparse": 100, "dense": 200, "pytorch": 300}[route] + 10 * column + tokens / 1000
+        return (
+            {"sparse": 100, "dense": 200, "pytorch": 300, "screen": 400}[route] + 10 * column + tokens / 1000
+        )
 
     timed_by(monkeypatch, costs)
     found = tune.tune(0.0, [(16, 48), (32, 96)])
@@ -88,6 +90,7 @@ def test_the_routes_times_land_where_they_belong(monkeypatch: pytest.MonkeyPatch
         for tokens, values in times.pytorch.items():
             assert values == pytest.approx([300 + 10 * i + tokens / 1000 for i in range(2)])
         assert set(times.pytorch) == set(times.sparse) | set(times.dense)
+        assert times.screen == {t: pytest.approx((400 + t / 1000,)) for t in (1, 8, 32, 512)}
     problem = Problem(64, 16, 48, "bfloat16", "gated")
     assert seconds(found, problem, "dense", 1) == pytest.approx(200.064e-6)
 

@@ -70,8 +70,8 @@ def spelled_out(sample: Sample) -> torch.Tensor:
     for i, token in enumerate(x):
         s = o["token_scale"][i] if "token_scale" in o else 1.0
         kept = [j for j in range(k) if s == 0 or not abs(token[j]) < s * threshold[j]]
-        scale = o.get("scale", [1.0] * k)
-        sums = (math.fsum(token[j] * scale[j] * weight[j][c] for j in kept) for c in range(n))
+        scale = o.get("scale", [1.0] * n)
+        sums = (math.fsum(token[j] * scale[c] * weight[j][c] for j in kept) for c in range(n))
         out.append([y + o.get("bias", [0.0] * n)[c] for c, y in enumerate(sums)])
     return torch.tensor(out, dtype=torch.float64).reshape(len(x), n)
 
@@ -133,7 +133,7 @@ def test_gradients(case: Case, int8: bool) -> None:
     leaves = {name: values[name].double().clone().requires_grad_(True) for name in names}
     call = {**values, **leaves}
     scale = call.get("scale")
-    weight = call["weight_t"].double() if scale is None else call["weight_t"].double() * scale[:, None]
+    weight = call["weight_t"].double() if scale is None else call["weight_t"].double() * scale
     wanted = torch.where(Truth(sample).kept, call["x"], 0) @ weight
     wanted = wanted + call["bias"] if "bias" in call else wanted
     x, weight_t = call.pop("x"), call.pop("weight_t")

@@ -53,6 +53,22 @@ def test_rows_far_apart(tokens: int, which: str, backend: str) -> None:
 
 @TRITON
 @INTERPRETED
+@pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down_t"])
+@pytest.mark.parametrize("tokens", [4, 20])
+def test_rows_far_apart_by_a_screen(tokens: int, which: str, backend: str) -> None:
+    """Tokens are read by a launch of its own, full rows after the decision."""
+    case = Case("far", tokens=tokens, d=40, f=6, density=0.5, biases="gud", indicator="screen", screen="4x32")
+    sample = build(case, torch.float16)
+    near = sample.run(sparsemlp.gated_mlp, backend=backend)
+    out = replace(sample, **{which: far_apart(getattr(sample, which))}).run(
+        sparsemlp.gated_mlp, backend=backend
+    )
+    check(sample, backend, out)
+    assert tokens > 16 or torch.equal(out, near)
+
+
+@TRITON
+@INTERPRETED
 @pytest.mark.parametrize("which", ["x", "weight_t"])
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_channels_far_apart(tokens: int, which: str, backend: str) -> None:

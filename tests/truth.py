@@ -9,10 +9,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import activations
+from sparsemlp.screen import unpack
 from sparsemlp.testing import flip_budget, linear_error, threshold_band
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.samples import Sample
+
+
+def _int8_groups(x: Tensor, group: int) -> Tensor:
+    """Tokens (T, D) float32 as the screen sees them, float64: 127 steps up to each group's largest magnitude."""
+    out = x.double()
+    for k in range(0, x.shape[1], group):
+        part = x[:, k : k + group]
+        most = part.abs().amax(dim=1, keepdim=True)
+        steps = (part * (torch.full_like(most, 127) / most)).round()
+        seen = steps.double() * (most / torch.full_like(most, 127)).double()
+        seen = torch.where(most < 2.0**-100, 0.0, seen)
+        out[:, k : k + group] = torch.where(most.isfinite(), seen, torch.nan)
+    return out
 
 
 class Truth:
@@ -43,7 +59,10 @@ class Truth:
         params = wide("activation_params")
         self.phi = lambda p: activations.apply(p, sample.activation, params)
         self.act = self.phi(self.pre)
-        self.m = {"gate": self.act, "up": self.up, "product": self.act * self.up}[sample.indicator]
+        if sample.indicator == "screen":
+            self._screen(wide)
+        else:
+            self.m = {"gate": self.act, "up": self.up, "product": self.act * self.up}[sample.indicator]
         self.mean = wide("skipped_mean")
         scale = wide("token_scale")
         limit = sample.threshold.double().expand(self.act.shape)
@@ -65,13 +84,25 @@ class Truth:
             if value is not None:
                 self.out = self.out + value
 
+    def _screen(self, wide: Callable[[str], Tensor | None]) -> None:
+        """What is compared comes from low-bit copies of the weights and from x in int8, a step for each group."""
+        assert self.sample.screens is not None
+        gate, up = self.sample.screens
+        f, d = self.sample.w_gate.shape
+        self.rounded = _int8_groups(self.x.float(), gate.group)
+        self.low_gate, self.low_up = (unpack(packed, f, d, torch.float64) for packed in (gate, up))
+        self.screen_pre = F.linear(self.rounded, self.low_gate, wide("b_gate"))
+        self.screen_up = F.linear(self.rounded, self.low_up, wide("b_up"))
+        self.m = self.phi(self.screen_pre) * self.screen_up
+
     def peers(self, count: int | None = None) -> list[Tensor]:
         """The masked MLP by plain PyTorch operations in the sample's dtype, in several orders of summation.
 
-        Of few outputs more orders: the largest error of one or two numbers may by luck be next to nothing.
+        Of few outputs more orders: the largest error of one or two numbers may by luck be next to nothing. Likewise
+        where all rows are one: every output of a token then has the error of the same sum.
         """
         if count is None:
-            count = 3 if self.out.numel() >= 64 else 12
+            count = 12 if self.out.numel() < 64 or self.sample.w_down_t.stride(0) == 0 else 3
         s, dtype = self.sample, self.sample.x.dtype
         gate, up_rows, down_rows = (w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down_t))
         g = torch.Generator().manual_seed(0)
@@ -121,10 +152,23 @@ class Truth:
         step = x.abs().amax(dim=1, keepdim=True) * 2.0**-bits if x.shape[1] else x.new_zeros(x.shape[0], 1)
         return step * w.norm(dim=1) + 0.5 * torch.finfo(decided_from).eps * (x @ w.T).abs()
 
+    def _screen_band(self) -> Tensor:
+        """Who may be on either side by the screen: its sums are never rounded to x's dtype."""
+        decides = torch.float64 if self.sample.x.dtype == torch.float64 else torch.float32
+        options = self.sample.options
+        errors = (
+            linear_error(self.rounded, self.low_gate, options.get("b_gate"), decided_from=decides),
+            linear_error(self.rounded, self.low_up, options.get("b_up"), decided_from=decides),
+        )
+        both = self.screen_pre, self.screen_up
+        return threshold_band(lambda p, u: self.phi(p) * u, both, errors, self.limit)
+
     def _band(self, pre_error: Tensor, up_error: Tensor) -> Tensor:
         if self.sample.indicator == "gate":
             return threshold_band(self.phi, self.pre, pre_error, self.limit)
         zero = threshold_band(self.phi, self.pre, pre_error, torch.zeros_like(self.limit))  # a ≠ 0
+        if self.sample.indicator == "screen":
+            return zero | self._screen_band()
         if self.sample.indicator == "up":
             return zero | threshold_band(lambda u: u, self.up, up_error, self.limit)
         both = (self.pre, self.up), (pre_error, up_error)

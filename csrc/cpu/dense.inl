@@ -55,15 +55,18 @@ inline bool hidden_of(const MlpCall& call, int64_t t0, int64_t T, int64_t j, flo
     const Thresholding& rule = call.rule;
     const bool mean = rule.skipped_mean != nullptr;
     const float threshold = rule.threshold[j * rule.threshold_step], mu = mean ? rule.skipped_mean[j] : 0.f;
-    const float scale = call.down.scale != nullptr ? call.down.scale[j] : 1.f;
+    const float* scores = call.scores != nullptr ? call.scores + t0 * call.neurons + j : nullptr;
     activate(p, T, rule.activation, rule.params);
     int32_t count = 0;
     for (int64_t t = 0; t < T; ++t) {
         const float a = p[t], product = u != nullptr ? a * u[t] : a;
-        const float m = rule.indicator == Indicator::up ? u[t] : rule.indicator == Indicator::product ? product : a;
+        const float m = scores != nullptr                      ? scores[t * call.neurons]
+                        : rule.indicator == Indicator::up      ? u[t]
+                        : rule.indicator == Indicator::product ? product
+                                                               : a;
         const float limit = rule.token_scale != nullptr ? limit_of(rule, threshold, t0 + t) : threshold;
         const bool on = kept_at(m, limit) & (mean | (a != 0.f));
-        p[t] = on ? (product - mu) * scale : 0.f;
+        p[t] = on ? product - mu : 0.f;
         count += on;
     }
     *active += count;

@@ -7,8 +7,8 @@ namespace {
 Tensor gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, OptionalTensor token_scale,
                  OptionalTensor skipped_mean, OptionalTensor skipped_out, OptionalTensor b_gate, OptionalTensor b_up,
                  OptionalTensor b_down, OptionalTensor scale_gate, OptionalTensor scale_up, OptionalTensor scale_down,
-                 OptionalTensor pre, OptionalTensor activation_params, int64_t activation, int64_t indicator,
-                 int64_t isa) {
+                 OptionalTensor pre, OptionalTensor scores, OptionalTensor activation_params, int64_t activation,
+                 int64_t indicator, int64_t isa) {
     const ScalarType type = x.scalar_type();
     const Tokens tokens = tokens_of(x);
     STD_TORCH_CHECK(w_up.dim() == 2, "w_up must be a matrix");
@@ -30,6 +30,7 @@ Tensor gated_mlp(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor t
     } else {
         call.gate = matrix(w_gate, b_gate, scale_gate, "w_gate", call.neurons, call.width, call.neurons, type);
     }
+    call.scores = scores_of(scores, static_cast<Indicator>(indicator), tokens.count, call.neurons);
     call.up = matrix(w_up, b_up, scale_up, "w_up", call.neurons, call.width, call.neurons, type);
     call.down = matrix(w_down_t, b_down, scale_down, "w_down", call.neurons, call.width, call.width, type);
     call.skipped_out = floats(skipped_out, "skipped_out", call.width);

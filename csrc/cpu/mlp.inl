@@ -14,7 +14,6 @@
 // weights'.
 template <class S, class W> struct Slot {
     static constexpr bool kInt8 = sizeof(W) == 1;
-    static constexpr int64_t kTogether = 8; // so many tokens or fewer are compared with their thresholds side by side
     const MlpCall& call;
     const Indicator indicator;
     const int64_t slot, T, D;
@@ -62,9 +61,10 @@ template <class S, class W> struct Slot {
     }
 
     static const W* row(const Matrix& m, int64_t j) { return static_cast<const W*>(m.rows) + j * m.stride; }
-    // The weight that only active neurons need, or null: with rows null, its values are given in `pre`.
+    // The weight that only active neurons need (by the screen the last one), or null: with rows null, its values are
+    // given in `pre`.
     const Matrix* other() const {
-        if (indicator == Indicator::gate)
+        if (indicator == Indicator::gate || indicator == Indicator::screen)
             return &call.up;
         return indicator == Indicator::up ? &call.gate : nullptr;
     }
@@ -116,9 +116,10 @@ template <class S, class W> struct Slot {
                 rows[i] = row(i);
                 soon[i] = reinterpret_cast<const char*>(next(i));
             }
-            // Short rows: fewer at a time, with as many prefetched ahead (D 768, bf16: 30 GB/s with 8, 38 with 4).
+            // Short rows one after another, which is what the hardware prefetches (D 576, bf16: 28 GB/s four at a time,
+            // 32 so).
             if (D * static_cast<int64_t>(sizeof(W)) < 2048)
-                dot_all<4>(rows, n, out, soon);
+                dot_all<1>(rows, n, out, soon);
             else
                 dot_all<V::kRowTileOne>(rows, n, out, soon);
         }
@@ -132,7 +133,7 @@ template <class S, class W> struct Slot {
         else if (T == 1 && !kInt8)
             dots_one(n, row, next, out);
         else if (T == 1)
-            dots<V::kRowTileOne>(n, row, next, out);
+            dots<4>(n, row, next, out); // of int8 rows, 2 % faster than 8
         else
             dots<V::kRowTile>(n, row, next, out);
     }
@@ -182,8 +183,15 @@ template <class S, class W> struct Slot {
         scale_and_bias(m, n, at, out);
     }
 
-    // What every one of neurons [j0, j0 + n) needs: out[n][T] is a, u (indicator up) or a beside `also` = u (product).
+    // What every one of neurons [j0, j0 + n) needs: out[n][T] is a, u (indicator up), a beside `also` = u (product) or
+    // the screen's scores.
     void block(int64_t j0, int64_t n, float* out, float* also) {
+        if (indicator == Indicator::screen) {
+            for (int64_t t = 0; t < T; ++t)
+                for (int64_t i = 0; i < n; ++i)
+                    out[i * T + t] = call.scores[t * call.neurons + j0 + i];
+            return;
+        }
         values(indicator == Indicator::up ? call.up : call.gate, j0, n, out);
         if (indicator == Indicator::product)
             values(call.up, j0, n, also);
@@ -191,57 +199,23 @@ template <class S, class W> struct Slot {
             activate(out, n * T, call.rule.activation, call.rule.params);
     }
 
-    // Bits of the tokens that want a neuron with these values; by the product, `u` holds the other factor. Reads a
-    // vector past the last token: there is scratch behind.
-    uint32_t want(const float* a, const float* u, float threshold, bool zeros) const {
-        uint32_t wanted = 0;
-        for (int64_t t = 0; t < T; t += V::W) {
-            float limits[V::W];
-            if (call.rule.token_scale != nullptr)
-                for (int64_t i = 0; i < V::W; ++i)
-                    limits[i] = t + i < T ? limit_of(call.rule, threshold, t + i) : 0.f;
-            const typename V::F limit = call.rule.token_scale != nullptr ? V::load(limits) : V::set1(threshold);
-            wanted |= kept(a + t, u != nullptr ? u + t : nullptr, limit, zeros) << t;
-        }
-        return T < 32 ? wanted & ((1u << T) - 1) : wanted;
-    }
-
-    static uint32_t kept(const float* a, const float* u, typename V::F limit, bool zeros) {
-        const typename V::F value = V::load(a);
-        return V::kept(u != nullptr ? V::fma(value, V::load(u), V::zero()) : value, value, limit, zeros);
-    }
-
-    // The same for n neurons that lie together and one limit: whole vectors of (neuron, token). wanted[i] for each.
-    void want_together(int64_t n, const float* a, const float* u, float most, bool zeros, uint32_t* wanted) const {
-        uint8_t bits[kBlock * kTogether / 8 + V::W / 8 + 4];
-        const typename V::F limit = V::set1(most);
-        for (int64_t i = 0; i < n * T; i += V::W) {
-            const uint32_t found = kept(a + i, u != nullptr ? u + i : nullptr, limit, zeros);
-            memcpy(bits + i / 8, &found, V::W / 8);
-        }
-        for (int64_t i = 0; i < n; ++i) {
-            uint16_t part;
-            memcpy(&part, bits + i * T / 8, sizeof part);
-            wanted[i] = part >> (i * T % 8) & ((1u << T) - 1);
-        }
-    }
-
     // Appends the active ones of neurons [j0, j0 + n), whose values are at act[(at + i) * T], to the list. By the
     // product, what is listed is a·u.
     int64_t compact(int64_t j0, int64_t n, int64_t at, int64_t found, const float* also) {
         const Thresholding& rule = call.rule;
-        // Whether a zero activation is active: with means it is; by up, the activations are not known yet.
-        const bool zeros = rule.skipped_mean != nullptr || indicator == Indicator::up;
+        // Whether a zero activation is active: with means it is; by up and by the screen, the activations are not known
+        // yet.
+        const bool zeros = rule.skipped_mean != nullptr || indicator == Indicator::up || indicator == Indicator::screen;
         uint32_t wanted[kBlock];
         float* const values = act + at * T;
         if (T <= kTogether && rule.threshold_step == 0 && (T == 1 || rule.token_scale == nullptr)) {
             valid &= rule.threshold[0] >= 0.f;
-            want_together(n, values, also, limit_of(rule, rule.threshold[0], 0), zeros, wanted);
+            want_together(T, n, values, also, limit_of(rule, rule.threshold[0], 0), zeros, wanted);
         } else {
             for (int64_t i = 0; i < n; ++i) {
                 const float threshold = rule.threshold[(j0 + i) * rule.threshold_step];
                 valid &= threshold >= 0.f;
-                wanted[i] = want(values + i * T, also != nullptr ? also + i * T : nullptr, threshold, zeros);
+                wanted[i] = want(rule, T, values + i * T, also != nullptr ? also + i * T : nullptr, threshold, zeros);
             }
         }
         if (also != nullptr)
@@ -264,32 +238,32 @@ template <class S, class W> struct Slot {
         for (int64_t i = 0; i < count; ++i) {
             const int64_t j = index[g + i];
             const float mu = mean != nullptr ? mean[j] : 0.f;
-            const float scale = call.down.scale != nullptr ? call.down.scale[j] : 1.f;
             float* h = act + (g + i) * T;
             const float* v = second != nullptr ? second + i * T : nullptr;
             if (indicator == Indicator::up && mean == nullptr)
-                for (int64_t t = 0; t < T; ++t)
-                    mask[g + i] &= ~(static_cast<uint32_t>(v[t] == 0.f) << t);
+                drop_zeros(g + i, v);
             if (v != nullptr)
                 for (int64_t t = 0; t < T; ++t)
                     h[t] *= v[t];
             const uint32_t wanted = mask[g + i];
             for (int64_t t = 0; t < T; ++t)
-                h[t] = (wanted >> t) & 1 ? (h[t] - mu) * scale : 0.f;
+                h[t] = (wanted >> t) & 1 ? h[t] - mu : 0.f;
         }
     }
 
-    // How many rows of the list from g on go together: at most group_rows, of one chain.
+    // How many rows of the list from g on go together: at most group_rows, of one chain. For one token only 8 where
+    // they are neighbours in memory (nothing skipped: 3 to 4 %; of rows further apart 16 are 3 % faster).
     int64_t group_size(int64_t g, int64_t found) const {
-        const int64_t most = group_rows(T, D, sizeof(W), whole);
+        const bool neighbours = T == 1 && g + 8 <= found && index[g + 7] - index[g] == 7;
+        const int64_t most = neighbours ? 8 : group_rows(T, D, sizeof(W), whole);
         int64_t count = 1;
         while (count < most && g + count < found && chain_of(index[g + count]) == chain)
             ++count;
         return count;
     }
 
-    // The other weight's values of the listed neurons [g, g + count), prefetching their down rows.
-    void second_values(const Matrix& m, int64_t g, int64_t count, const W* const* downs, float* out) {
+    // A weight's values of the listed neurons [g, g + count), prefetching the rows `then` that are read after them.
+    void listed_values(const Matrix& m, int64_t g, int64_t count, const W* const* then, float* out) {
         const auto at = [&](int64_t i) { return static_cast<int64_t>(index[g + i]); };
         const int64_t ahead = tile_rows();
         if (m.rows == nullptr)
@@ -297,23 +271,46 @@ template <class S, class W> struct Slot {
         else
             dots_any(
                 count, [&](int64_t i) { return row(m, at(i)); },
-                [&](int64_t i) { // the down rows, if they are read whole next, else the rows of the next tile
-                    return !whole && i + ahead < count ? row(m, at(i + ahead)) : downs[i];
+                [&](int64_t i) { // those, if they are read whole next, else the rows of the next tile
+                    return !whole && i + ahead < count ? row(m, at(i + ahead)) : then[i];
                 },
                 out);
         scale_and_bias(m, count, at, out);
-        if (indicator == Indicator::up)
-            activate(out, count * T, call.rule.activation, call.rule.params);
     }
 
-    // By up, an activation may turn out to be 0 for every token: such rows leave the group, their down rows are not
-    // read.
+    // By the screen the listed neurons' activations, which come before all else; returns how many have one that is not
+    // 0, and only these stay on the list.
+    int64_t activations(int64_t g, int64_t count, const W** downs) {
+        const W* ups[kGroup];
+        for (int64_t i = 0; i < count; ++i)
+            ups[i] = row(call.up, index[g + i]);
+        float* const a = act + g * T;
+        listed_values(call.gate, g, count, ups, a);
+        activate(a, count * T, call.rule.activation, call.rule.params);
+        if (call.rule.skipped_mean != nullptr)
+            return count;
+        for (int64_t i = 0; i < count; ++i)
+            drop_zeros(g + i, a + i * T);
+        return drop_unwanted(g, count, downs);
+    }
+
+    // A token does not want a neuron whose activation turned out to be 0.
+    void drop_zeros(int64_t at, const float* a) {
+        const uint32_t before = mask[at];
+        for (int64_t t = 0; t < T; ++t)
+            mask[at] &= ~(static_cast<uint32_t>(a[t] == 0.f) << t);
+        active -= __builtin_popcount(before) - __builtin_popcount(mask[at]);
+    }
+
+    // Rows that no token wants any more leave the group.
     int64_t drop_unwanted(int64_t g, int64_t count, const W** downs) {
         int64_t left = 0;
         for (int64_t i = 0; i < count; ++i) {
             if (mask[g + i] == 0)
                 continue;
             downs[left] = downs[i];
+            index[g + left] = index[g + i];
+            mask[g + left] = mask[g + i];
             if (left < i)
                 memcpy(act + (g + left) * T, act + (g + i) * T, T * sizeof(float));
             ++left;
@@ -328,7 +325,8 @@ template <class S, class W> struct Slot {
         const char* soon[kGroup];
         const Matrix* const m = other();
         const bool dots_next = m != nullptr && m->rows != nullptr;
-        const Matrix& next_read = dots_next ? *m : call.down;
+        const bool screened = indicator == Indicator::screen;
+        const Matrix& next_read = screened ? call.gate : dots_next ? *m : call.down;
         for (int64_t g = 0, count; g < found; g += count) {
             if (const int64_t next = chain_of(index[g]); next != chain) {
                 if (chain >= 0)
@@ -342,10 +340,14 @@ template <class S, class W> struct Slot {
             next_rows<W>(
                 whole || !dots_next, count, found - next, [&](int64_t i) { return row(next_read, index[next + i]); },
                 soon);
+            int64_t left = screened ? activations(g, count, downs) : count;
             if (m != nullptr)
-                second_values(*m, g, count, downs, second);
-            finish_hidden(g, count, m != nullptr ? second : nullptr);
-            const int64_t left = indicator == Indicator::up ? drop_unwanted(g, count, downs) : count;
+                listed_values(*m, g, left, downs, second);
+            if (indicator == Indicator::up)
+                activate(second, left * T, call.rule.activation, call.rule.params);
+            finish_hidden(g, left, m != nullptr ? second : nullptr);
+            if (indicator == Indicator::up)
+                left = drop_unwanted(g, left, downs);
             axpy_tokens(downs, act + g * T, T, left, acc_of, D, whole, soon);
         }
     }

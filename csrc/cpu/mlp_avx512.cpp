@@ -23,23 +23,7 @@ namespace {
 
 #include "vec_avx512.inl"
 
-#include "activations.inl"
-
-#include "tiles.inl"
-
-#include "int8.inl"
-
-#include "hidden.inl"
-
-#include "outputs.inl"
-
-#include "lanes.inl"
-
-#include "panels.inl"
-
-#include "dense.inl"
-
-#include "mlp.inl"
+#include "kernels.inl"
 } // namespace
 
 const MlpTable mlp_avx512 = SPARSEMLP_MLP_TABLE;

@@ -26,26 +26,10 @@ namespace {
 
 #include "vec_avx512.inl"
 
-#include "activations.inl"
-
-#include "tiles.inl"
-
-#include "int8.inl"
-
-#include "hidden.inl"
-
-#include "outputs.inl"
-
-#include "lanes.inl"
-
-#include "panels.inl"
-
-#include "dense.inl"
-
-#include "mlp.inl"
+#include "kernels.inl"
 } // namespace
 
-const MlpTable mlp_avx512bf16 = SPARSEMLP_MLP_TABLE;
+const MlpTable mlp_avx512bf16 = {{}, SPARSEMLP_MLP_KERNELS(bf16), SPARSEMLP_MLP_KERNELS(f16)};
 } // namespace sparsemlp
 #if defined(__clang__)
 #pragma clang attribute pop

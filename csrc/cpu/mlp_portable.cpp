@@ -10,23 +10,7 @@ namespace {
 
 #include "vec_portable.inl"
 
-#include "activations.inl"
-
-#include "tiles.inl"
-
-#include "int8.inl"
-
-#include "hidden.inl"
-
-#include "outputs.inl"
-
-#include "lanes.inl"
-
-#include "panels.inl"
-
-#include "dense.inl"
-
-#include "mlp.inl"
+#include "kernels.inl"
 } // namespace
 
 const MlpTable mlp_portable = SPARSEMLP_MLP_TABLE;

@@ -19,6 +19,10 @@ const MlpKernels& kernels(int64_t isa, Dtype dtype) {
     static const MlpTable* const tables[] = {&mlp_portable};
 #endif
     STD_TORCH_CHECK(isa >= 0 && isa <= sparsemlp_cpu_isa(), "isa ", isa, " is not one this CPU runs");
+#if defined(__x86_64__)
+    if (tables[isa] == &mlp_avx512bf16 && dtype == Dtype::f32)
+        return mlp_avx512bf16_f32;
+#endif
     return (*tables[isa])[static_cast<int>(dtype)];
 }
 
@@ -172,6 +176,8 @@ MlpCall one_token(const MlpCall& call, Dtype dtype, int64_t t) {
     one.out = static_cast<char*>(call.out) + t * call.width * bytes;
     if (call.pre != nullptr)
         one.pre = call.pre + t * call.neurons;
+    if (call.scores != nullptr)
+        one.scores = call.scores + t * call.neurons;
     one.rule.token_scale = call.rule.token_scale != nullptr ? call.rule.token_scale + t : nullptr;
     return one;
 }
@@ -217,12 +223,21 @@ Thresholding thresholding(const MlpOptions& options, Indicator indicator, int64_
     return rule;
 }
 
+const float* scores_of(const OptionalTensor& scores, Indicator indicator, int64_t tokens, int64_t neurons) {
+    STD_TORCH_CHECK(scores.has_value() == (indicator == Indicator::screen), "scores belong to the indicator screen");
+    int64_t stride = 0;
+    if (!scores.has_value())
+        return nullptr;
+    STD_TORCH_CHECK(scores->is_contiguous(), "scores must be contiguous");
+    return static_cast<const float*>(rows(*scores, "scores", tokens, neurons, ScalarType::Float, &stride));
+}
+
 Matrix matrix(const Tensor& w, const OptionalTensor& bias, const OptionalTensor& scale, const char* name,
-              int64_t neurons, int64_t width, int64_t bias_size, ScalarType type) {
+              int64_t neurons, int64_t width, int64_t outputs, ScalarType type) {
     Matrix m{};
     m.rows = rows(w, name, neurons, width, scale.has_value() ? ScalarType::Char : type, &m.stride);
-    m.scale = floats(scale, "a weight's scale", neurons);
-    m.bias = vector(bias, "a bias", bias_size, type);
+    m.scale = floats(scale, "a weight's scale", outputs);
+    m.bias = vector(bias, "a bias", outputs, type);
     return m;
 }
 
@@ -245,7 +260,7 @@ Tensor run(MlpCall call, const Tensor& x, int64_t isa) {
     else
         compute_fused(call, kernel, dtype, finite.data());
     // Tokens of a batch multiply rows they do not want by 0, which is not 0 for inf and NaN: such a token is done
-    // again alone, where unwanted rows are not touched. int8 rows are finite, and their scale is in the multiplier.
+    // again alone, where unwanted rows are not touched. int8 rows are finite.
     if (call.tokens == 1 || int8 || std::find(finite.begin(), finite.end(), 0) == finite.end() ||
         !any_not_finite(call.down.rows, call.neurons, call.width, call.down.stride, dtype))
         return out;
@@ -259,7 +274,7 @@ namespace {
 
 Tensor hidden(Tensor pre, OptionalTensor up, Tensor threshold, OptionalTensor token_scale, OptionalTensor skipped_mean,
               OptionalTensor activation_params, int64_t activation, int64_t indicator, int64_t isa,
-              OptionalTensor weight) {
+              OptionalTensor weight, OptionalTensor scores) {
     const Dtype dtype = dtype_of(pre);
     STD_TORCH_CHECK(pre.is_cpu() && pre.dim() == 2 && pre.is_contiguous(), "pre must be contiguous, (T, F)");
     STD_TORCH_CHECK(!up.has_value() || (up->is_cpu() && up->dim() == 2 && up->is_contiguous() &&
@@ -272,6 +287,7 @@ Tensor hidden(Tensor pre, OptionalTensor up, Tensor threshold, OptionalTensor to
     call.neurons = pre.size(1);
     call.pre = pre.const_data_ptr();
     call.up = up.has_value() ? up->const_data_ptr() : nullptr;
+    call.scores = scores_of(scores, static_cast<Indicator>(indicator), call.tokens, call.neurons);
     const MlpOptions options{threshold, token_scale, skipped_mean, activation_params, activation};
     call.rule = thresholding(options, up.has_value() ? static_cast<Indicator>(indicator) : Indicator::none, call.tokens,
                              call.neurons);

@@ -8,6 +8,9 @@ template <class S> bool finish_columns(const MlpCall& call, float* sum, int64_t 
     int wrong = 0;
     for (int64_t i = 0; i < n; ++i)
         wrong |= (as_bits(sum[i]) & 0x7fffffff) >= 0x7f800000;
+    if (call.down.scale != nullptr)
+        for (int64_t i = 0; i < n; ++i)
+            sum[i] *= call.down.scale[d + i];
     if (bias != nullptr)
         for (int64_t i = 0; i < n; ++i)
             sum[i] += widen(bias[d + i]);

@@ -70,7 +70,7 @@ Tensor sparse_linear(Tensor x, Tensor weight_t, Tensor threshold, OptionalTensor
     STD_TORCH_CHECK(call.channels <= INT32_MAX, "at most 2^31 - 1 channels");
     call.weight = rows(weight_t, "weight_t", call.channels, call.width, scale.has_value() ? ScalarType::Char : type,
                        &call.weight_stride);
-    call.scale = floats(scale, "scale", call.channels);
+    call.scale = floats(scale, "scale", call.width);
     call.bias = vector(bias, "bias", call.width, type);
     call.threshold = thresholds(threshold, call.channels, &call.threshold_step);
     call.token_scale = floats(token_scale, "token_scale", call.tokens);
@@ -84,7 +84,7 @@ Tensor sparse_linear(Tensor x, Tensor weight_t, Tensor threshold, OptionalTensor
     const SparseLinearKernels& kernel = kernels(isa, dtype);
     const uint32_t wrong = compute(call, kernel);
     // Tokens of a batch multiply rows they do not want by 0, which is not 0 for inf and NaN: such a token is done
-    // again alone, where unwanted rows are not touched. int8 rows are finite, and their scale is in the multiplier.
+    // again alone, where unwanted rows are not touched. int8 rows are finite.
     if (call.tokens == 1 || wrong == 0 || call.scale != nullptr ||
         !any_not_finite(call.weight, call.channels, call.width, call.weight_stride, dtype))
         return out;

@@ -21,7 +21,7 @@ template <class S> bool run_select(const SparseLinearCall& call, int64_t segment
                 limit = call.token_scale[t] == 0.f ? 0.f : call.token_scale[t] * threshold;
             const bool on = !(fabsf(v) < limit) & (v != 0.f);
             wanted |= static_cast<uint32_t>(on) << t;
-            call.values[found * T + t] = on ? (call.scale != nullptr ? v * call.scale[k] : v) : 0.f;
+            call.values[found * T + t] = on ? v : 0.f;
         }
         call.index[found] = static_cast<int32_t>(k);
         call.mask[found] = wanted;
@@ -112,6 +112,8 @@ uint32_t run_columns(const SparseLinearCall& call, int64_t begin, int64_t end, f
             for (int64_t i = 0; i < n; ++i) {
                 float sum = sums.acc_of[t][i];
                 finite &= fabsf(sum) <= 3.402823466e38f; // false for NaN too
+                if (call.scale != nullptr)
+                    sum *= call.scale[d0 + i];
                 if (bias != nullptr)
                     sum += widen(bias[d0 + i]);
                 if (call.wide)

@@ -7,7 +7,7 @@
 namespace sparsemlp {
 
 // Whose magnitude decides who is kept, in the order of sparsemlp/ops/gated_mlp.py; `none`: an MLP without a gate.
-enum class Indicator : int { gate, up, product, none, count };
+enum class Indicator : int { gate, up, product, screen, none, count };
 
 // Who is kept: the rule shared by the fused kernel and the elementwise one. Pointers may be null where marked.
 struct Thresholding {
@@ -25,7 +25,7 @@ struct Thresholding {
 struct Matrix {
     const void* rows; // null: there is none
     int64_t stride;
-    const float* scale; // [F] or null
+    const float* scale; // [F] ([D] for the down projection) or null: a factor of each output
     const void* bias;   // [F] ([D] for the down projection) of x's dtype, or null
 };
 
@@ -44,6 +44,7 @@ struct MlpCall {
     int64_t x_stride;
     Matrix gate, up, down; // an ungated MLP's first weight is `gate`
     const float* pre;      // [T, F], or null: the gate's pre-activations without bias; gate.rows is null then
+    const float* scores;   // [T, F], by the indicator `screen`: what is compared
     Quantized quantized;
     const float* lanes;       // the tokens as LaneKernels packs them, or null
     const float* skipped_out; // [D] or null
@@ -72,6 +73,7 @@ inline int64_t slot_floats(int64_t tokens, int64_t width) {
 struct HiddenCall {
     int64_t tokens, neurons;
     const void *pre, *up;
+    const float* scores; // [T, F] by the indicator `screen`
     Thresholding rule;
     void* out;
 };
@@ -129,7 +131,8 @@ extern const MlpTable mlp_portable;
 #if defined(__x86_64__)
 extern const MlpTable mlp_avx2;
 extern const MlpTable mlp_avx512;
-extern const MlpTable mlp_avx512bf16;
+extern const MlpTable mlp_avx512bf16; // without float32
+extern const MlpKernels mlp_avx512bf16_f32;
 #endif
 
 } // namespace sparsemlp

@@ -17,9 +17,12 @@ struct MlpOptions {
 
 Thresholding thresholding(const MlpOptions& options, Indicator indicator, int64_t tokens, int64_t neurons);
 
-// A weight with its bias and scale, checked; `bias_size` is F, or D for the down projection.
+// What the screen found, [T, F], given by its indicator and no other.
+const float* scores_of(const OptionalTensor& scores, Indicator indicator, int64_t tokens, int64_t neurons);
+
+// A weight with its bias and scale, checked; `outputs` is F, or D for the down projection.
 Matrix matrix(const Tensor& w, const OptionalTensor& bias, const OptionalTensor& scale, const char* name,
-              int64_t neurons, int64_t width, int64_t bias_size, ScalarType type);
+              int64_t neurons, int64_t width, int64_t outputs, ScalarType type);
 
 // Computes the call, whose x, weights and rule are set, and returns the output, of x's shape.
 Tensor run(MlpCall call, const Tensor& x, int64_t isa);

@@ -16,7 +16,7 @@ struct SparseLinearCall {
     int64_t x_stride;
     const void* weight; // [K, N] of x's dtype, or int8 with scales
     int64_t weight_stride;
-    const float* scale; // [K] or null
+    const float* scale; // [N] or null
     const void* bias;   // [N] or null
     const float* threshold;
     int64_t threshold_step;   // 0 for a scalar, 1 for one value a channel
@@ -28,7 +28,7 @@ struct SparseLinearCall {
     int64_t* counts; // [segments]
     int32_t* index;  // [K]
     uint32_t* mask;  // [K]: which tokens want the channel
-    float* values;   // [K, T]: x · scale, 0 where a token does not want it
+    float* values;   // [K, T]: x, 0 where a token does not want it
     int64_t begin(int64_t segment) const { return channels * segment / segments; }
 };
 

@@ -1,5 +1,8 @@
 """Streaming statistics of one MLP: per neuron a log-spaced histogram of |a| with sums of u², h and h² per bin.
 
+Of a low-bit screen the histogram is that of its score's magnitude |m|, and the sums are those of the exact u and h;
+what is said of |a| here is then true of |m|.
+
 Bin edges come from one fixed list of float32 numbers, the cells: four an octave, eight an octave from 1/32 to 2 where
 thresholds usually lie, and finer ones below 0.278 and 0.170, the depths of SiLU's and GELU's negative branch, where
 |a| piles up. A value's cell is read off the leading bits of its float32 form, exactly, with no logarithm to round.
@@ -71,32 +74,35 @@ class LayerStatistics:
         """count, sum_u2, sum_h, sum_h2."""
         return self.count, self.sum_u2, self.sum_h, self.sum_h2
 
-    def add(self, act: Tensor, up: Tensor) -> None:
+    def add(self, act: Tensor, up: Tensor, score: Tensor | None = None) -> None:
         """Adds tokens.
 
         Args:
             act: a, (T, F) floating point, read as float32.
             up: u, (T, F) likewise.
+            score: m, (T, F) likewise, by whose magnitude entries are binned; None: by |a|.
 
         Raises:
             ValueError: a NaN, an infinity, or a square beyond float32; the tables then hold part of the tokens.
         """
         rows = max(1, _CHUNK // max(1, self.neurons))
-        for a, u in zip(act.split(rows), up.split(rows), strict=True):
-            self._add(a.detach().float(), u.detach().float())
+        scores = [None] * len(act.split(rows)) if score is None else score.detach().split(rows)
+        for a, u, m in zip(act.split(rows), up.split(rows), scores, strict=True):
+            self._add(a.detach().float(), u.detach().float(), None if m is None else m.float())
 
-    def _add(self, act: Tensor, up: Tensor) -> None:
+    def _add(self, act: Tensor, up: Tensor, score: Tensor | None) -> None:
         if act.numel() == 0:
             return
         if self.tokens + act.shape[0] > _LARGEST_COUNT:
             raise ValueError(
                 f"more than {_LARGEST_COUNT} tokens were added, expected fewer; calibrate on fewer"
             )
-        magnitude, hidden = act.abs(), act * up
+        magnitude, hidden = (act if score is None else score).abs(), act * up
         u2, h2 = up.square(), hidden.square()
         # One look at the values: sums propagate a NaN or an infinity of any entry.
         peak, finite_u, finite_h = torch.stack([magnitude.max(), u2.sum(), h2.sum()]).tolist()
-        for what, value in (("a", peak), ("u", finite_u), ("h", finite_h)):
+        decides = "a" if score is None else "the screen's score"
+        for what, value in ((decides, peak), ("u", finite_u), ("h", finite_h)):
             if not abs(value) < float("inf"):
                 raise ValueError(f"{what} holds NaN, infinity or a value too large to square in float32")
         bits = magnitude.view(torch.int32).flatten()

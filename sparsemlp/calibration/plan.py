@@ -1,8 +1,8 @@
 """`Plan`: thresholds and means of a model's MLPs, and the two files they are saved in.
 
-A saved plan is a folder with `plan.json` (format, version, method, target, the model's fingerprint, each layer's
-figures and a checksum) and `plan.safetensors` (`<layer>.threshold`, `<layer>.skipped_mean`, float32). Nothing is ever
-unpickled.
+A saved plan is a folder with `plan.json` (format, version, method, of a screen its bits and group, target, the model's
+fingerprint, each layer's figures and a checksum) and `plan.safetensors` (`<layer>.threshold`, `<layer>.skipped_mean`,
+float32). Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsemlp.calibration import fingerprints
+from sparsemlp.screen import check_sizes
 
 __all__ = ["FORMAT", "METHODS", "VERSION", "LayerPlan", "Plan", "check_method", "check_target"]
 
 FORMAT = "sparsemlp-plan"
 VERSION = 1
-METHODS = ("cats", "upaware")
+METHODS = ("cats", "upaware", "screen")
 JSON_FILE, TENSOR_FILE = "plan.json", "plan.safetensors"
 _THRESHOLD, _MEAN = ".threshold", ".skipped_mean"
 
@@ -66,15 +67,18 @@ class Plan:
     """Thresholds for every MLP of one model; made by `sparsemlp.calibrate`, applied by `sparsify(model, plan)`.
 
     Args:
-        method: "cats" or "upaware".
+        method: "cats", "upaware" or "screen"; thresholds of the first two are on |a|, of the last on the screen's |m|.
         target: share of activations to skip that was asked for, in [0, 1).
         fingerprint: what identifies the model, see `sparsemlp.calibration.fingerprints`.
         layers: by the MLP's qualified name, in model order; the fingerprint's layers.
         tokens: how many calibration tokens the plan rests on.
         package_version: version of sparsemlp that made it.
+        bits, group: of method "screen", and None of the others: bits a weight of the low-bit copies that the thresholds
+            are for, and weights to a scale, see `sparsemlp.screen.pack`.
 
     Raises:
-        ValueError: anything inconsistent: a NaN or negative threshold, a wrong shape, a layer too many or too few.
+        ValueError: anything inconsistent: a NaN or negative threshold, a wrong shape, a layer too many or too few, a
+            screen that is not offered.
     """
 
     method: str
@@ -83,10 +87,19 @@ class Plan:
     layers: dict[str, LayerPlan]
     tokens: int = 0
     package_version: str = field(default_factory=lambda: _package_version())
+    bits: int | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         check_method(self.method)
         check_target(self.target)
+        if self.method == "screen":
+            check_sizes(self.bits, self.group)
+        elif self.bits is not None or self.group is not None:
+            raise ValueError(
+                f"bits is {self.bits!r} and group {self.group!r} with method {self.method!r}, expected None beside "
+                "any but 'screen'; leave them away"
+            )
         if type(self.tokens) is not int or self.tokens < 0:
             raise ValueError(
                 f"tokens is {self.tokens!r}, expected the number of calibration tokens; calibrate again"
@@ -148,6 +161,7 @@ class Plan:
             "version": VERSION,
             "package_version": self.package_version,
             "method": self.method,
+            **({"bits": self.bits, "group": self.group} if self.method == "screen" else {}),
             "target": self.target,
             "calibration_tokens": self.tokens,
             "tensors_sha256": hashlib.sha256(data).hexdigest(),
@@ -222,6 +236,7 @@ class Plan:
             layers,
             record["calibration_tokens"],
             record["package_version"],
+            *(record[key] if record["method"] == "screen" else record.get(key) for key in ("bits", "group")),
         )
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from sparsemlp import activations
 from sparsemlp.integrations.transformers import find_mlps
-from sparsemlp.nn import SparseGatedMLP, SparseMLP
+from sparsemlp.nn import SparseGatedMLP, SparseMLP, _screens
 from sparsemlp.reference.gated_mlp import input_kept
 
 __all__ = [
@@ -80,8 +80,9 @@ def perplexity(model: nn.Module, windows: Sequence[Tensor]) -> float:
 def mlp_sparsity(model: nn.Module, windows: Sequence[Tensor]) -> float:
     """The fraction of MLP neurons that the model's thresholds skip, per token and mean over layers, in [0, 1].
 
-    It is measured from the inputs that the MLPs really get, layers below made sparse too: |a| < threshold (and, where
-    no mean stands in for skipped neurons, a = 0). A model without sparse MLPs skips nothing: 0.
+    It is measured from the inputs that the MLPs really get, layers below made sparse too: |m| < threshold, m being the
+    module's indicator (and, where no mean stands in for skipped neurons, a = 0). A model without sparse MLPs skips
+    nothing: 0.
 
     Args:
         model, windows: as in `perplexity`.
@@ -246,11 +247,18 @@ def _skipped(module: SparseGatedMLP | SparseMLP, x: Tensor) -> Tensor:
     merged = up_layer is gate_layer
     if merged:
         gate, up = gate.chunk(2, dim=-1)
+    screens = module.indicator == "screen"
+    if screens:
+        _screens.ensure(module)
     if not module._fusable():  # its layers are wrapped (LoRA, hooks): it runs dense
         return torch.zeros(gate.shape, dtype=torch.bool)
     act = activations.apply(gate, module.activation, module.activation_params).float()
     indicator = act
-    if module.indicator != "gate":
+    if screens and module._is_long(x):
+        return act == 0
+    if screens:
+        indicator = _screens.scores(module, x)
+    elif module.indicator != "gate":
         up = (up if merged else up_layer(x)).float()
         indicator = up if module.indicator == "up" else act * up
     skipped = indicator.abs() < module.threshold

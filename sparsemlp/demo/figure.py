@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-_COLORS = {"cats": "#d95f02", "upaware": "#1b6ca8"}
+_COLORS = {"cats": "#d95f02", "upaware": "#1b6ca8", "screen": "#1b7837"}
 _GREY = "#666666"
 _STYLES = {"bf16": "-", "fp32": "--"}
 
@@ -95,18 +95,22 @@ def _stack(axis: Any, stacks: dict[str, list[StackPoint]]) -> None:
     )
     for dtype, points in stacks.items():
         dense = {p.activation: p.ms for p in points if p.target is None}
-        silu = [p for p in points if p.activation == "silu" and p.target is not None]
-        relu = [p for p in points if p.activation == "relu" and p.target is not None]
-        for name, found, marker in (("silu", silu, "o"), ("relu", relu, "*")):
+        sparse = [p for p in points if p.target is not None]
+        for what, name, indicator, marker, color in (
+            ("SiLU, gate thresholds", "silu", "gate", "o", _COLORS["cats"]),
+            ("SiLU, screen", "silu", "screen", "o", _COLORS["screen"]),
+            ("ReLU, exact zeros", "relu", "gate", "*", "#762a83"),
+        ):
+            found = [p for p in sparse if (p.activation, p.indicator) == (name, indicator)]
             axis.plot(
                 [100 * p.sparsity for p in found],
                 [dense[name] / p.ms for p in found],
                 marker,
                 linestyle=_STYLES[dtype] if name == "silu" else "none",
                 markersize=6 if name == "silu" else 13,
-                color="#1b7837" if name == "silu" else "#762a83",
+                color=color,
                 markerfacecolor=None if dtype == "bf16" else "white",
-                label=f"SiLU, thresholds, {dtype}" if name == "silu" else f"ReLU, exact zeros, {dtype}",
+                label=f"{what}, {dtype}",
             )
     axis.set_ylim(bottom=0)
     axis.set_ylabel("one MLP, times faster than PyTorch dense")

@@ -97,6 +97,8 @@ def _model_table(report: Report) -> list[str]:
 def _stack_name(point: StackPoint) -> str:
     if point.target is None:
         return f"{DENSE}, {point.activation}"
+    if point.indicator == "screen":
+        return f"{point.activation}, screen"
     return f"{point.activation}, {'exact zeros' if point.activation == 'relu' else 'thresholds'}"
 
 
@@ -135,7 +137,7 @@ def table_text(report: Report) -> str:
         report.title,
         *_model_table(report),
         "",
-        "sparsity    neurons whose up and down rows were not read, per token on held-out text, mean over layers",
+        "sparsity    neurons whose up and down rows (screen: gate rows too) were not read, per token, mean over layers",
         f"perplexity  on {report.perplexity_tokens:,} held-out tokens, computed in {report.perplexity_dtype}; "
         "/ dense: divided by the untouched model's",
         "MLP ms      time inside all MLPs per token while decoding (batch 1, KV cache), median; × faster than dense",

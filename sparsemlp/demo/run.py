@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "QUICK", "Settings", "run_demo"]
 
-METHODS = ("cats", "upaware")
+METHODS = ("cats", "upaware", "screen")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SCREEN = 4, 32
+"""Bits and group of the low-bit copies."""
 WINDOW = 1024
 PROMPT = 64
 """Tokens of the held-out text that every decoding turn starts from."""
@@ -145,7 +147,7 @@ def _quality(
 
     model = data.load_model(folder, torch.float32)
     with phases("calibration"):
-        found = collect(model, calibration)
+        found = collect(model, calibration, screen=SCREEN)
         cases = [_Case("threshold 0", 0.0, None)]
         cases += [_Case(m, t, found.plan(t, m)) for m in METHODS for t in settings.targets]
     with phases("perplexity and sparsity"):

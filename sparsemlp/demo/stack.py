@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import activations, gated_mlp
+from sparsemlp.ops.screen import scores
+from sparsemlp.screen import PackedWeight, pack
 
 __all__ = ["RELU_SHIFT", "StackPoint", "measure_stack"]
 
@@ -32,6 +34,8 @@ class StackPoint:
     """Median milliseconds of one layer for one token."""
     error: float | None = None
     """max |out − dense out| / max |dense out| on one input, where nothing but exact zeros is skipped."""
+    indicator: str = "gate"
+    """By what is decided: "gate" or "screen"."""
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Layer:
     w_down_t: Tensor
     """(F, D), as the sparse kernel reads it."""
     shift: Tensor
+    screens: tuple[PackedWeight, PackedWeight]
 
 
 @dataclass
@@ -51,6 +56,7 @@ class _Configuration:
     target: float | None
     run: Callable[[_Layer, Tensor, Tensor], Tensor]
     thresholds: list[Tensor]
+    indicator: str = "gate"
     times: list[float] = field(default_factory=list)
     inputs: list[list[Tensor]] = field(default_factory=list)
 
@@ -73,11 +79,12 @@ def measure_stack(
         dtype: of weights and tokens.
         d, f: model and MLP width.
         layers: how many layers of weights to cycle through.
-        targets: sparsities of the SiLU MLP; its thresholds are the targets' quantiles of |a|, measured on 64 tokens.
+        targets: sparsities of the SiLU MLP; its thresholds are the targets' quantiles of |a|, or of the screen's
+            scores, measured on 64 tokens.
         rounds: how often each configuration goes through the layers.
 
     Returns:
-        Dense SiLU, SiLU at the targets, dense ReLU, ReLU.
+        Dense SiLU, SiLU at the targets, by the screen at those above 0, dense ReLU, ReLU.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
@@ -96,12 +103,15 @@ def _random(rows: int, columns: int, scale: float, dtype: torch.dtype, generator
 
 def _random_layer(d: int, f: int, dtype: torch.dtype, generator: torch.Generator) -> _Layer:
     w_down = _random(d, f, f**-0.5, dtype, generator)
+    # unit variance of a token: unit variance of p
+    w_gate, w_up = (_random(f, d, d**-0.5, dtype, generator) for _ in range(2))
     return _Layer(
-        w_gate=_random(f, d, d**-0.5, dtype, generator),  # unit variance of a token: unit variance of p
-        w_up=_random(f, d, d**-0.5, dtype, generator),
+        w_gate=w_gate,
+        w_up=w_up,
         w_down=w_down,
         w_down_t=w_down.t().contiguous(),
         shift=torch.full((f,), RELU_SHIFT, dtype=dtype),
+        screens=(pack(w_gate), pack(w_up)),
     )
 
 
@@ -117,6 +127,10 @@ def _configurations(
             _quantile(F.silu(F.linear(sample, layer.w_gate)).float().abs(), target) for layer in stack
         ]
         found.append(_Configuration("silu", target, _sparse_silu, thresholds))
+    for target in targets:
+        if target > 0:
+            thresholds = [_quantile(_scores(layer, sample).abs(), target) for layer in stack]
+            found.append(_Configuration("silu", target, _screened_silu, thresholds, "screen"))
     found.append(_Configuration("relu", None, _dense_relu, zero))
     found.append(_Configuration("relu", 0.9, _sparse_relu, zero))
     return found
@@ -141,6 +155,19 @@ def _sparse_silu(layer: _Layer, x: Tensor, threshold: Tensor) -> Tensor:
     return gated_mlp(x, layer.w_gate, layer.w_up, layer.w_down_t, threshold=threshold)
 
 
+def _screened_silu(layer: _Layer, x: Tensor, threshold: Tensor) -> Tensor:
+    gate, up = layer.screens
+    return gated_mlp(
+        x, layer.w_gate, layer.w_up, layer.w_down_t, threshold=threshold, indicator="screen", screen_gate=gate,
+        screen_up=up,
+    )  # fmt: skip
+
+
+def _scores(layer: _Layer, x: Tensor) -> Tensor:
+    """By what the screen decides, (T, F)."""
+    return scores(x, *layer.screens, layer.w_gate.shape[0])
+
+
 def _sparse_relu(layer: _Layer, x: Tensor, threshold: Tensor) -> Tensor:
     return gated_mlp(x, layer.w_gate, layer.w_up, layer.w_down_t, b_gate=layer.shift, activation="relu")
 
@@ -163,11 +190,11 @@ def _point(c: _Configuration, stack: list[_Layer]) -> StackPoint:
         return StackPoint(c.activation, None, 0.0, ms)
     sparsities = []
     for i, layer in enumerate(stack):
-        pre = F.linear(
-            torch.cat([tokens[i] for tokens in c.inputs]),
-            layer.w_gate,
-            layer.shift if c.activation == "relu" else None,
-        )
+        x = torch.cat([tokens[i] for tokens in c.inputs])
+        if c.indicator == "screen":
+            sparsities.append(float((_scores(layer, x).abs() < c.thresholds[i]).float().mean()))
+            continue
+        pre = F.linear(x, layer.w_gate, layer.shift if c.activation == "relu" else None)
         act = activations.apply(pre, c.activation).float().abs()
         sparsities.append(float(((act < c.thresholds[i]) | (act == 0)).float().mean()))
     error = None
@@ -177,4 +204,4 @@ def _point(c: _Configuration, stack: list[_Layer]) -> StackPoint:
         error = float(
             (c.run(stack[0], x, c.thresholds[0]).float() - expected).abs().max() / expected.abs().max()
         )
-    return StackPoint(c.activation, c.target, statistics.fmean(sparsities), ms, error)
+    return StackPoint(c.activation, c.target, statistics.fmean(sparsities), ms, error, c.indicator)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sparsemlp.activations import ACTIVATIONS
 from sparsemlp.integrations import _mlps
+from sparsemlp.integrations._indicator import Indicator, asked_for
 from sparsemlp.integrations._mlps import SPARSE, parts_of
 from sparsemlp.nn import SparseGatedMLP, SparseMLP
 from sparsemlp.nn._inline_mlp import InlineMLP
@@ -86,27 +87,39 @@ def sparsify(
     plan: Plan | None = None,
     *,
     threshold: float | Tensor = 0.0,
+    indicator: str | None = None,
+    screen_bits: int | None = None,
+    screen_group: int | None = None,
+    screen_tokens: int | str | None = None,
     quantize: str | None = None,
     backend: str = "auto",
 ) -> _Model:
-    """Replaces every MLP of the model by a `SparseGatedMLP` or `SparseMLP`, in place; again: only new thresholds.
+    """Replaces every MLP of the model by a `SparseGatedMLP` or `SparseMLP`, in place; again: new thresholds.
 
     The weights are not duplicated: each down projection is stored anew, one layer after the other, the rest is left
-    where it is. The state dict, `save_pretrained` and `generate` are the dense model's. Nothing is changed when an
-    error is raised.
+    where it is; a screen's low-bit copies come on top (see below). The state dict, `save_pretrained` and `generate` are
+    the dense model's. Nothing is changed when an error is raised.
 
     Args:
         model: a model with MLPs that `find_mlps` finds.
         plan: thresholds and means by qualified name, from `sparsemlp.calibrate`; its layers must be the model's.
         threshold: without a plan, one t ≥ 0 for all layers; 0 gives the dense model's outputs.
+        indicator: "gate", "up", "product" or "screen", whose magnitude is compared with the thresholds, see
+            `sparsemlp.gated_mlp`; also of MLPs that are sparse already. Ungated ones have "gate" only. None: the
+            plan's, without a plan "gate".
+        screen_bits, screen_group: of the low-bit copies that "screen" decides by, made of the gate and up weights (4.5
+            bits a weight by default, see `SparseGatedMLP.from_dense`); None: the plan's, without a plan 4 and 32.
+        screen_tokens: with "screen", calls of more tokens compute every neuron; None: the screen decides in all;
+            "auto": as many as it is predicted to pay for here, layer by layer at the plan's sparsity (0: never).
         quantize: None leaves the weights as they are; "int8" rounds the MLPs' weights, one layer after the other, and
             frees the float ones: `densify` does not bring them back, and the state dict is another (docs/int8.md).
-        backend: "auto", "native" or "reference", see `sparsemlp.gated_mlp`.
+        backend: "auto", "native", "triton" or "reference", see `sparsemlp.gated_mlp`.
 
     Returns:
         `model`.
     Raises:
-        ValueError: no such MLP (the message lists what was seen), an unknown activation, or a plan for another model.
+        ValueError: no such MLP (the message lists what was seen), an unknown activation, a plan for another model, an
+            indicator or screen that is not the plan's or that an MLP cannot have.
     """
     OP.check_backend(backend)
     check_quantize(quantize)
@@ -127,6 +140,9 @@ def sparsify(
             "use from_dense of sparsemlp.nn.SparseGatedMLP or SparseMLP"
         )
     limits = _limits(model, mlps, plan, threshold)
+    asked = asked_for(plan, indicator, screen_bits, screen_group, screen_tokens)
+    asked.check(mlps)
+    indicators = {name: asked.at(name, module, plan, quantize) for name, module in mlps.items()}
     names = {name: activation_of(module, model) for name, module in mlps.items()}
     if quantize is not None:
         _check_quantizable(mlps)
@@ -137,15 +153,18 @@ def sparsify(
     weights = _shared_weights(mlps.values())
     made: dict[int, _Sparse] = {}
     for name, module in mlps.items():
-        t, mean = limits[name]
+        (t, mean), decides = limits[name], indicators[name]
         if isinstance(module, SPARSE):
             module.set_thresholds(t, mean)
             module.backend = backend
             if quantize is not None:
                 module.quantize()
+            if isinstance(module, SparseGatedMLP):
+                module.set_indicator(decides.indicator, screen_bits=decides.bits, screen_group=decides.group)
+                module.screen_tokens = decides.tokens
             sparse = module
         else:
-            sparse = _made_sparse(module, names[name], t, mean, quantize, backend)
+            sparse = _made_sparse(module, names[name], t, mean, quantize, decides, backend)
             if not isinstance(sparse, InlineMLP):
                 made[id(module)] = sparse
         sparse.name = name
@@ -161,6 +180,7 @@ def _made_sparse(
     threshold: Tensor,
     mean: Tensor | None,
     quantize: str | None,
+    decides: Indicator,
     backend: str,
 ) -> _Sparse:
     """The sparse form of a dense MLP; of one inside a layer, put there already."""
@@ -169,10 +189,23 @@ def _made_sparse(
         return InlineMLP.insert(
             module, form, activation, threshold=threshold, skipped_mean=mean, backend=backend
         )
-    kind = SparseGatedMLP if parts_of(module).gated else SparseMLP
-    sparse: _Sparse = kind.from_dense(
-        module, threshold=threshold, skipped_mean=mean, quantize=quantize, backend=backend
-    )
+    sparse: _Sparse
+    if parts_of(module).gated:
+        sparse = SparseGatedMLP.from_dense(
+            module,
+            threshold=threshold,
+            skipped_mean=mean,
+            indicator=decides.indicator,
+            screen_bits=decides.bits,
+            screen_group=decides.group,
+            screen_tokens=decides.tokens,
+            quantize=quantize,
+            backend=backend,
+        )
+    else:
+        sparse = SparseMLP.from_dense(
+            module, threshold=threshold, skipped_mean=mean, quantize=quantize, backend=backend
+        )
     assert sparse.activation == activation
     return sparse
 

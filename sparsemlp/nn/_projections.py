@@ -17,6 +17,7 @@ from sparsemlp.nn import _dense_gated_mlp as dense
 from sparsemlp.nn.int8_linear import Int8Linear
 
 __all__ = [
+    "Tensors",
     "change",
     "device_of",
     "is_plain",
@@ -26,11 +27,15 @@ __all__ = [
     "misplaced",
     "obstacle",
     "own_weight",
+    "rows",
     "sizes",
     "store",
     "stored_by_input",
     "tensors",
 ]
+
+Tensors = tuple[Tensor, Tensor | None, Tensor | None]
+"""A layer's weight, bias and scale."""
 
 _KNOWN = (nn.Linear, Int8Linear)
 
@@ -87,7 +92,7 @@ def kind_of(layer: nn.Module | None) -> type:
     return type(layer) if known else nn.Linear
 
 
-def tensors(layer: nn.Module | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def tensors(layer: nn.Module | None) -> Tensors:
     """A plain layer's weight, bias and scale, without the cost of attribute look-up in `nn.Module`."""
     # None never comes here, `is_plain` has been asked; asking again would be paid three times a forward.
     parameters: dict[str, Any] = layer._parameters  # type: ignore[union-attr]
@@ -95,6 +100,12 @@ def tensors(layer: nn.Module | None) -> tuple[Tensor, Tensor | None, Tensor | No
         buffers: dict[str, Any] = layer._buffers
         return buffers["qweight"], parameters["bias"], buffers["scale"]
     return parameters["weight"], parameters["bias"], None
+
+
+def rows(layer: Tensors, part: slice) -> Tensors:
+    """Some outputs of a layer: views."""
+    weight, bias, scale = layer
+    return weight[part], None if bias is None else bias[part], None if scale is None else scale[part]
 
 
 def is_watched(layer: nn.Module | None) -> bool:

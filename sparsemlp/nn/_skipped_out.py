@@ -18,7 +18,7 @@ __all__ = ["forget", "skipped_out"]
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """weight -> (mean, key, W_down μ)."""
 _Scale = Tensor | None
-"""Of int8 weights: one float32 factor a neuron."""
+"""Of int8 weights: one float32 factor an output."""
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define("_skipped_out(Tensor skipped_mean, Tensor w_down, Tensor? scale, bool by_neuron) -> Tensor")
@@ -79,7 +79,7 @@ def skipped_out(mean: Tensor, weight: Tensor, scale: _Scale = None, *, by_neuron
     Args:
         mean: μ (F,) float32.
         weight: `down_proj.weight`, (D, F), any layout; the parameter itself, not a view of it.
-        scale: (F,) float32 beside an int8 weight.
+        scale: (D,) float32 beside an int8 weight.
         by_neuron: the weight is (F, D), as a `Conv1D` has it.
 
     Returns:

@@ -13,13 +13,13 @@ from sparsemlp.nn import _projections
 from sparsemlp.nn._skipped_out import forget
 from sparsemlp.nn._thresholds import checked_mean, checked_threshold, limit_text
 
-__all__ = ["Thresholded", "kept_float32", "put", "relayout_after_load", "warn"]
+__all__ = ["Thresholded", "absent_last", "put", "put_back", "relayout_after_load", "warn"]
 
 _Self = TypeVar("_Self", bound="Thresholded")
 
 
 class Thresholded(nn.Module):
-    """A sparse MLP; the buffers `_kept` are float32, not saved, moved but never rounded.
+    """A sparse MLP; the buffers `_kept` are not saved, and moved but never cast: they are float32 (a screen's are not).
 
     A subclass says which layers it is over (`_linears`), which of them is the last and how many neurons it has, how
     their weights are to be stored (`_relayout`) and why it runs dense.
@@ -95,10 +95,10 @@ class Thresholded(nn.Module):
         put(self, name, value, _projections.device_of(self._linears()))
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        """`.to()`, `.half()` …: the thresholds move but stay float32, the weights stay stored as they were."""
+        """`.to()`, `.half()` …: the thresholds move but keep their dtypes, the weights stay stored as they were."""
         before = {name: self._buffers[name] for name in self._kept}
         super()._apply(fn, recurse)
-        kept_float32(self, before)
+        put_back(self, before)
         self._relayout()
         return self
 
@@ -112,11 +112,18 @@ def put(module: nn.Module, name: str, value: Tensor | None, device: torch.device
     if old is None or value is None or old.shape != value.shape or old.device != device or old.is_inference():
         with torch.inference_mode(False):  # plain tensors, which `skipped_out` can watch for changes
             module._buffers[name] = None if value is None else value.clone().to(device)
+            absent_last(module)
     else:
         old.copy_(value)
 
 
-def kept_float32(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+def absent_last(module: nn.Module) -> None:
+    """Puts the buffers that are None behind the others: `torch.export` (not strict) counts them as inputs."""
+    for name in [name for name, value in module._buffers.items() if value is None]:
+        module._buffers[name] = module._buffers.pop(name)
+
+
+def put_back(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     """After `_apply`, puts the old values of buffers back: the function may round, drop or (to_empty) invent them."""
     for name, old in before.items():
         new = module._buffers[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from sparsemlp import activations
 from sparsemlp._layout import has_columns, has_rows
 from sparsemlp.nn import _dense_gated_mlp as dense_gated_mlp
-from sparsemlp.nn import _projections
+from sparsemlp.nn import _projections, _screens
 from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS
 from sparsemlp.nn._skipped_out import skipped_out
 from sparsemlp.nn._thresholded import Thresholded, warn
@@ -22,7 +24,8 @@ from sparsemlp.nn._thresholds import (
     checked_threshold,
 )
 from sparsemlp.nn.int8_linear import Int8Linear, quantized
-from sparsemlp.ops.gated_mlp import OP, check_indicator, gated_mlp
+from sparsemlp.ops.gated_mlp import OP, gated_mlp
+from sparsemlp.screen import PackedWeight
 
 __all__ = ["SparseGatedMLP"]
 
@@ -44,14 +47,21 @@ class SparseGatedMLP(Thresholded):
         skipped_mean: μ, float32 buffer (F,) or None, likewise.
         activation: the name of a row of `sparsemlp.activations.ACTIVATIONS`.
         activation_params: float32 buffer of the row's parameters, or None, likewise.
-        indicator: "gate", "up" or "product": whose magnitude is compared with the threshold.
+        indicator: "gate", "up", "product" or "screen": whose magnitude is compared with the threshold.
         input_threshold: t_x, float32 buffer of shape () or (D,), or None, likewise.
+        screen_bits, screen_group: of the low-bit copies that indicator "screen" decides by; the copies are four buffers
+            that are not saved (`screen_gate`, `screen_up`: uint8; `screen_scale_gate`, `screen_scale_up`: bfloat16).
+        screen_tokens: calls of more tokens compute every neuron; None: the screen decides in every call. May be set.
         backend: passed to `sparsemlp.gated_mlp`.
     Source: CATS (Lee et al.) for the thresholded gate; the equations are in docs/ops/gated_mlp.md.
     """
 
     input_threshold: Tensor | None
-    _kept = (*Thresholded._kept, "input_threshold")
+    screen_gate: Tensor | None
+    screen_scale_gate: Tensor | None
+    screen_up: Tensor | None
+    screen_scale_up: Tensor | None
+    _kept = (*Thresholded._kept, "input_threshold", *_screens.BUFFERS)
 
     def __init__(
         self,
@@ -59,12 +69,14 @@ class SparseGatedMLP(Thresholded):
         members: dense_gated_mlp.Members,
         activation: str,
         own_activation: bool,
-        indicator: str,
         backend: str,
     ) -> None:
         super().__init__(backend)
+        self.register_load_state_dict_post_hook(_screens.renew_after_load)
         self.activation = activation
-        self.indicator = indicator
+        self.indicator = "gate"
+        self.screen_bits, self.screen_group = 4, 32
+        self.screen_tokens: int | None = None
         self.name = type(dense).__name__
         self._members = members
         self._own_activation = own_activation
@@ -90,6 +102,9 @@ class SparseGatedMLP(Thresholded):
         indicator: str = "gate",
         input_threshold: float | Tensor | None = None,
         quantize: str | None = None,
+        screen_bits: int = 4,
+        screen_group: int = 32,
+        screen_tokens: int | None = None,
         backend: str = "auto",
     ) -> SparseGatedMLP:
         """A sparse module that takes over a dense gated MLP's layers.
@@ -102,10 +117,16 @@ class SparseGatedMLP(Thresholded):
             activation_params: (n,) float32, the row's parameters, or None.
             threshold: t ≥ 0, a number or a tensor of shape () or (F,).
             skipped_mean: μ (F,), what a skipped neuron's hidden value is replaced by, or None.
-            indicator: "gate", "up" or "product", whose magnitude is compared with the threshold.
+            indicator: "gate", "up", "product" or "screen", whose magnitude is compared with the threshold.
             input_threshold: t_x ≥ 0, a number or a tensor of shape () or (D,), below which the gate takes x_k for 0;
                 its weight is then stored column by column. None: no such thing. Not with `gate_up_proj`.
             quantize: None, or "int8": the layers become `Int8Linear`s, and their float weights are freed.
+            screen_bits, screen_group: with indicator "screen", of the copies that `sparsemlp.screen.pack` makes of the
+                gate and up weights (int8: of their values). They take 2·F·D·(bits + 16 / group) / 8 bytes, F rounded up
+                to 16 and D to the group: 4.5 bits a weight by default, 3/16 of the bytes of a bfloat16 MLP.
+            screen_tokens: with indicator "screen", calls of more tokens compute every neuron (at threshold 0, without
+                the mean): many tokens together want nearly all, and the screen's own products are extra. None: what is
+                skipped for a token does not depend on how many others are in the call.
             backend: "auto", "native", "triton" or "reference".
 
         Returns:
@@ -115,7 +136,7 @@ class SparseGatedMLP(Thresholded):
                 has been changed then.
         """
         OP.check_backend(backend)
-        check_indicator(indicator)
+        _screens.check(indicator, screen_bits, screen_group, screen_tokens, input_threshold)
         reason = dense_gated_mlp.why_not(module, activation, activation_params)
         if reason is not None:
             raise ValueError(
@@ -134,11 +155,36 @@ class SparseGatedMLP(Thresholded):
             "input_threshold": checked_input(input_threshold, module._modules[members.gate], members.merged),
         }
         module._modules.update(quantized(module, members.linears, members.down, quantize))
-        sparse = cls(module, members, name, own is not None, indicator, backend)
+        sparse = cls(module, members, name, own is not None, backend)
         for buffer, value in buffers.items():
             sparse._set(buffer, value)
         sparse._relayout()
+        sparse.set_indicator(indicator, screen_bits=screen_bits, screen_group=screen_group)
+        sparse.screen_tokens = screen_tokens
         return sparse
+
+    def set_indicator(self, indicator: str, *, screen_bits: int = 4, screen_group: int = 32) -> None:
+        """Another indicator; the low-bit copies are made or freed. Thresholds stay: give those that belong to it.
+
+        Args:
+            indicator: "gate", "up", "product" or "screen".
+            screen_bits, screen_group: as for `from_dense`.
+        Raises:
+            ValueError: an unknown indicator or option, or "screen" with an input threshold; nothing has been changed.
+        """
+        _screens.check(indicator, screen_bits, screen_group, None, self._buffers["input_threshold"])
+        wanted = indicator, screen_bits, screen_group
+        if wanted != (self.indicator, self.screen_bits, self.screen_group):
+            self.indicator, self.screen_bits, self.screen_group = wanted
+            _screens.renew(self)
+
+    def repack_screen(self) -> None:
+        """Makes the low-bit copies anew from the weights of now; nothing with other indicators.
+
+        `load_state_dict`, `quantize` and a layer put in do it by themselves. Training, or writing into a weight, leaves
+        the copies as they were: what is kept is computed exactly, but chosen by the former weights.
+        """
+        _screens.renew(self)
 
     def set_input_threshold(self, input_threshold: float | Tensor | None) -> None:
         """A new threshold for what the gate sees; its weight is stored column by column with one, by row without.
@@ -146,12 +192,12 @@ class SparseGatedMLP(Thresholded):
         Args:
             input_threshold: t_x ≥ 0, a number or a tensor of shape () or (D,), or None.
         Raises:
-            ValueError: a negative or NaN threshold, a wrong shape, or gate and up are one layer.
+            ValueError: a negative or NaN threshold, a wrong shape, gate and up are one layer, or indicator "screen".
         """
         members = self._members
-        self._set(
-            "input_threshold", checked_input(input_threshold, self._modules[members.gate], members.merged)
-        )
+        limit = checked_input(input_threshold, self._modules[members.gate], members.merged)
+        _screens.check(self.indicator, self.screen_bits, self.screen_group, None, limit)
+        self._set("input_threshold", limit)
         self._relayout()
 
     def quantize(self) -> None:
@@ -164,6 +210,8 @@ class SparseGatedMLP(Thresholded):
         self._modules.update(layers)
         self._dense[0]._modules.update(layers)
         self._relayout()
+        if layers:
+            _screens.renew(self)
 
     def to_dense(self) -> nn.Module:
         """The dense module back: the very object given to `from_dense`, with the layers this one has now.
@@ -194,28 +242,28 @@ class SparseGatedMLP(Thresholded):
         Returns:
             (..., D) in x's dtype.
         """
+        if self.indicator == "screen":
+            _screens.ensure(self)
         if not self._fusable():
             if not self._warned:
                 warn(self)
+            if self.indicator == "screen":
+                _screens.drop_while_dense(self)
             return self._forward_dense(x)
-        members, children, tensors = self._members, self._modules, _projections.tensors
-        w_gate, b_gate, s_gate = tensors(children[members.gate])
-        w_up, b_up, s_up = tensors(children[members.up])
-        w_down, b_down, s_down = tensors(children[members.down])
-        if members.merged:
-            n = w_down.shape[1]
-            w_gate, w_up = w_gate[:n], w_gate[n:]
-            if b_gate is not None:
-                b_gate, b_up = b_gate[:n], b_gate[n:]
-            if s_gate is not None:
-                s_gate, s_up = s_gate[:n], s_gate[n:]
-        mean = self._buffers["skipped_mean"]
+        (w_gate, b_gate, s_gate), (w_up, b_up, s_up), (w_down, b_down, s_down) = self._operands()
+        threshold: float | Tensor = self.threshold
+        mean, indicator = self._buffers["skipped_mean"], self.indicator
+        screens: tuple[PackedWeight | None, PackedWeight | None] = None, None
+        if indicator == "screen" and self._is_long(x):
+            threshold, mean, indicator = 0.0, None, "gate"
+        elif indicator == "screen":
+            screens = _screens.copies(self)
         return gated_mlp(
             x,
             w_gate,
             w_up,
             w_down.t(),
-            threshold=self.threshold,
+            threshold=threshold,
             token_scale=token_scale,
             skipped_mean=mean,
             skipped_out=None if mean is None else skipped_out(mean, w_down, s_down),
@@ -224,16 +272,47 @@ class SparseGatedMLP(Thresholded):
             b_gate=b_gate,
             b_up=b_up,
             b_down=b_down,
-            indicator=self.indicator,
+            indicator=indicator,
             input_threshold=self._buffers["input_threshold"],
             scale_gate=s_gate,
             scale_up=s_up,
             scale_down=s_down,
+            screen_gate=screens[0],
+            screen_up=screens[1],
             backend=self.backend,
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Copies of a layer that is exchanged, or put back with something merged into it, are no longer its own."""
+        if name == "screen_tokens":
+            _screens.check_tokens(value)
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and name in (self._members.gate, self._members.up):
+            _screens.drop(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseGatedMLP:
+        _screens.drop_from_meta(self)
+        return super()._apply(fn, recurse)
+
+    def _operands(self) -> tuple[_projections.Tensors, ...]:
+        """(weight, bias, scale) of gate, up and down; each None but the weight where there is none."""
+        members, children, tensors = self._members, self._modules, _projections.tensors
+        down = tensors(children[members.down])
+        gate, up = tensors(children[members.gate]), tensors(children[members.up])
+        if members.merged:
+            n = down[0].shape[1]
+            gate, up = _projections.rows(gate, slice(n)), _projections.rows(up, slice(n, None))
+        return gate, up, down
+
+    def _is_long(self, x: Tensor) -> bool:
+        """Whether the screen does not decide for so many tokens."""
+        return self.screen_tokens is not None and math.prod(x.shape[:-1]) > self.screen_tokens
+
     def _shown(self) -> str:
         decides = "" if self.indicator == "gate" else f", indicator={self.indicator!r}"
+        if self.indicator == "screen":
+            long = "" if self.screen_tokens is None else f", screen_tokens={self.screen_tokens}"
+            decides += f", screen_bits={self.screen_bits}, screen_group={self.screen_group}{long}"
         return decides if self.input_threshold is None else f"{decides}, input_threshold"
 
     def _fusable(self) -> bool:
@@ -249,12 +328,21 @@ class SparseGatedMLP(Thresholded):
             act = children.get(members.act)
             if type(act) is not self._act_type or _projections.is_watched(act):
                 return False
+        if self.indicator == "screen" and self._buffers["screen_gate"] is None:
+            return False
         tensors = _projections.tensors
         stored = has_rows if self._buffers["input_threshold"] is None else has_columns
         return has_columns(tensors(down)[0]) and stored(tensors(gate)[0]) and has_rows(tensors(up)[0])
 
     def _why_dense(self) -> str | None:
         """`_fusable`'s reasons in words, or None."""
+        reason = self._disturbance()
+        if reason is None and self.indicator == "screen" and self._buffers["screen_gate"] is None:
+            return "the low-bit copies of its weights are not made yet (call it once before exporting it)"
+        return reason
+
+    def _disturbance(self) -> str | None:
+        """Why its layers may not be read past, in words, or None."""
         members = self._members
         children: dict[str, Any] = self._modules
         for name in members.linears:

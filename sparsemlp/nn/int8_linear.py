@@ -1,4 +1,4 @@
-"""`Int8Linear`: a linear layer whose weight is stored as int8, with one float32 scale per output or per input."""
+"""`Int8Linear`: a linear layer whose weight is stored as int8, with one float32 scale per output."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class Int8Linear(nn.Module):
 
     Equivalent to::
 
-        weight = qweight * scale[:, None]            # a scale per output; per input: qweight * scale
+        weight = qweight * scale[:, None]
         out = x @ weight.T + bias
 
     The weight's key in the state dict is `qweight`, not `weight`: whatever would read the integers as weights fails.
 
     Attributes:
-        qweight: int8 buffer (out_features, in_features).
-        scale: float32 buffer, (out_features,) or (in_features,); keeps its dtype in `.to(dtype)`.
+        qweight: int8 buffer (out_features, in_features); of a down projection it is stored column by column.
+        scale: float32 buffer (out_features,); keeps its dtype in `.to(dtype)`.
         bias: the layer's own Parameter, or None.
-        per: "output" or "input", what has a scale of its own.
         dtype: of the activations it is for and of what `to_linear` makes; follows `.to(dtype)`.
     """
 
@@ -37,12 +36,14 @@ class Int8Linear(nn.Module):
     bias: nn.Parameter | None
     _float: Tensor
 
-    def __init__(
-        self, qweight: Tensor, scale: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, per: str
-    ) -> None:
+    def __init__(self, qweight: Tensor, scale: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
+        if scale.shape != qweight.shape[:1]:
+            raise ValueError(
+                f"scale is shape {tuple(scale.shape)}, expected (out_features,) = ({qweight.shape[0]},); pass what "
+                "quantize_rows returned"
+            )
         self.out_features, self.in_features = qweight.shape
-        self.per = per
         self._trainable = True
         self.register_buffer("qweight", qweight)
         self.register_buffer("scale", scale)
@@ -50,26 +51,21 @@ class Int8Linear(nn.Module):
         self.register_buffer("_float", torch.empty(0, dtype=dtype, device=qweight.device), persistent=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, per: str = "output") -> Int8Linear:
+    def from_linear(cls, linear: nn.Linear, *, by_column: bool = False) -> Int8Linear:
         """The layer with its weight rounded to int8; `linear` is not changed, and its bias is shared.
 
         Args:
             linear: a layer with a finite floating-point weight.
-            per: "output" for gate and up projections: a neuron is a row; "input" for down projections: a neuron is a
-                column, and the weight is stored column by column.
+            by_column: stores the weight column by column, as down projections are, whose columns are the neurons.
 
         Raises:
-            ValueError: the weight holds NaN or inf, or `per` is something else.
+            ValueError: the weight holds NaN or inf.
         """
-        if per not in ("output", "input"):
-            raise ValueError(f"per is {per!r}, expected 'output' or 'input'")
         weight = linear.weight
-        if per == "output":
-            qweight, scale = quantize_rows(weight)
-        else:
-            rows, scale = quantize_rows(weight.t())
-            qweight = rows.t()
-        made = cls(qweight, scale, linear.bias, weight.dtype, per)
+        qweight, scale = quantize_rows(weight)
+        if by_column:
+            qweight = qweight.t().contiguous().t()
+        made = cls(qweight, scale, linear.bias, weight.dtype)
         made._trainable = weight.requires_grad
         return made.train(linear.training)
 
@@ -79,10 +75,7 @@ class Int8Linear(nn.Module):
         The former weight is gone: what rounding to int8 lost does not come back.
         """
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=self.dtype)
-        if self.per == "output":
-            weight = dequantize_rows(self.qweight, self.scale, self.dtype)
-        else:
-            weight = dequantize_rows(self.qweight.t(), self.scale, self.dtype).t().contiguous()
+        weight = dequantize_rows(self.qweight, self.scale, self.dtype)
         linear.weight = nn.Parameter(weight, requires_grad=self._trainable)
         linear.bias = self.bias  # type: ignore[assignment]
         return linear.train(self.training)
@@ -94,16 +87,12 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features) in x's dtype; sums in float32, rounded once."""
         flat = x.reshape(-1, self.in_features) if x.dim() != 2 else x
-        if self.per == "output":
-            out = int8.rows_linear(flat, self.qweight, self.scale, self.bias)
-        else:
-            out = int8.neuron_linear(flat, self.qweight.t(), self.scale, self.bias)
+        out = int8.linear(flat, self.qweight, self.scale, self.bias)
         return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scale per {self.per}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
@@ -119,7 +108,7 @@ class Int8Linear(nn.Module):
 def quantized(
     module: nn.Module, names: tuple[str, ...], down: str, quantize: str | None
 ) -> dict[str, Int8Linear]:
-    """The layers `names` of the module that are not int8 yet as int8 ones; `down` is the one with a scale per input.
+    """The layers `names` of the module that are not int8 yet as int8 ones; `down` is the one stored column by column.
 
     The module is not changed.
 
@@ -137,7 +126,7 @@ def quantized(
         check_layer(name, layer)
         assert isinstance(layer, nn.Linear)
         try:
-            made[name] = Int8Linear.from_linear(layer, per="input" if name == down else "output")
+            made[name] = Int8Linear.from_linear(layer, by_column=name == down)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from None
     return made

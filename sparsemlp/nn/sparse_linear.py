@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from sparsemlp._layout import has_columns
 from sparsemlp.nn._dense_gated_mlp import CALL_HOOKS, REPLACED, is_plain_tensor
-from sparsemlp.nn._thresholded import kept_float32, put, relayout_after_load, warn
+from sparsemlp.nn._thresholded import put, put_back, relayout_after_load, warn
 from sparsemlp.nn._thresholds import checked_threshold, limit_text
 from sparsemlp.ops.sparse_linear import OP, sparse_linear
 from sparsemlp.reference import sparse_linear as reference
@@ -238,7 +238,7 @@ class SparseLinear(nn.Linear):
         """`.to()`, `.half()` …: the threshold moves but stays float32, the weight stays in channels."""
         before: dict[str, Tensor | None] = {"threshold": self.threshold}
         super()._apply(fn, recurse)
-        kept_float32(self, before)
+        put_back(self, before)
         self._relayout()
         return self
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsemlp import activations
 from sparsemlp._op import autocasts
 from sparsemlp.reference.gated_mlp import skipped_out as reference_skipped_out
+from sparsemlp.screen import PackedWeight, why_not_of
 
 __all__ = [
     "as_threshold",
@@ -21,6 +22,7 @@ __all__ = [
     "check_int8",
     "check_int8_place",
     "check_like",
+    "check_screen",
     "check_token_scale",
     "check_x",
     "checked_skipped_out",
@@ -100,19 +102,22 @@ def check_int8_place(name: str, w: Tensor, x: Tensor) -> None:
 def check_int8(
     name: str, w: Tensor, scale_name: str, scale: Tensor | None, x: Tensor, first: str, count: str
 ) -> None:
-    """w (F, ...), one of `count` weights of which `first` is int8, is so too, and has its scales."""
+    """w (F, D), one of `count` weights of which `first` is int8, is so too, and has a scale for each of its outputs."""
+    by_column = name.endswith("_t")
+    letter, size = ("D", w.shape[1]) if by_column else ("F", w.shape[0])
+    function = f"sparsemlp.quantization.quantize_{'columns' if by_column else 'rows'}"
     if w.dtype != torch.int8:
         raise ValueError(
             f"{name} is {dtype_text(w)} beside an int8 {first}, expected {count} int8 weights or none; quantise it "
-            "with sparsemlp.quantization.quantize_rows"
+            f"with {function}"
         )
     check_int8_place(name, w, x)
     if scale is None:
         raise ValueError(
-            f"{scale_name} is None, expected (F,) = ({w.shape[0]},) float32 beside an int8 {name}; pass the scales of "
-            "sparsemlp.quantization.quantize_rows"
+            f"{scale_name} is None, expected ({letter},) = ({size},) float32 beside an int8 {name}; pass the scales of "
+            f"{function}"
         )
-    check_float32(scale_name, scale, (w.shape[0],), "F", x)
+    check_float32(scale_name, scale, (size,), letter, x)
 
 
 def check_float32(name: str, t: Tensor, shape: tuple[int, ...], letters: str, x: Tensor) -> None:
@@ -123,6 +128,44 @@ def check_float32(name: str, t: Tensor, shape: tuple[int, ...], letters: str, x:
         raise ValueError(f"{name} is {dtype_text(t)}, expected float32; convert it")
     if t.device != x.device:
         raise ValueError(f"{name} is on {t.device}, expected x's device {x.device}; move one of them")
+
+
+Screens = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Codes of gate and up, then their scales."""
+
+
+def check_screen(
+    indicator: str, gate: PackedWeight | None, up: PackedWeight | None, x: Tensor, neurons: int
+) -> Screens:
+    """The tensors of the low-bit copies, which there are by the indicator "screen" and only then."""
+    copies = (("screen_gate", gate, "w_gate"), ("screen_up", up, "w_up"))
+    for name, packed, weight in copies:
+        if indicator != "screen":
+            if packed is not None:
+                raise ValueError(
+                    f"{name} is given with indicator {indicator!r}, expected it with 'screen' only; leave it None"
+                )
+            continue
+        if not isinstance(packed, PackedWeight):
+            raise ValueError(
+                f"{name} is {type(packed).__name__}, expected a PackedWeight with indicator 'screen'; make it with "
+                f"sparsemlp.screen.pack({weight})"
+            )
+        why = why_not_of(packed, neurons, x.shape[-1])
+        if why is not None:
+            raise ValueError(f"{name} {why}; make it with sparsemlp.screen.pack({weight})")
+        if packed.codes.device != x.device:
+            raise ValueError(
+                f"{name} is on {packed.codes.device}, expected x's device {x.device}; move one of them"
+            )
+    if gate is None or up is None:
+        return None, None, None, None
+    if (gate.bits, gate.group) != (up.bits, up.group):
+        raise ValueError(
+            f"screen_up has {up.bits} bits in groups of {up.group}, expected screen_gate's {gate.bits} in groups of "
+            f"{gate.group}; pack both alike"
+        )
+    return gate.codes, up.codes, gate.scale.detach(), up.scale.detach()  # they decide; there is no derivative
 
 
 def check_activation(x: Tensor, activation: str, params: Tensor | None) -> Tensor | None:

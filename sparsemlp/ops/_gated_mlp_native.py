@@ -22,23 +22,30 @@ from sparsemlp.ops._checks import number_tensor
 from sparsemlp.ops._products import active_product, by_chunks, hidden, rows_linear
 from sparsemlp.reference.gated_mlp import check_values, gemm_bias, input_kept
 from sparsemlp.router.decide import fused_tokens
+from sparsemlp.screen import PackedWeight
 
 __all__ = ["CHUNK", "INDICATORS", "ROUTES", "direct", "forward"]
 
 CHUNK = 32
 """Tokens in one call of the fused kernel; with more, the same operator multiplies densely."""
 
-INDICATORS = {"gate": 0, "up": 1, "product": 2}
+INDICATORS = {"gate": 0, "up": 1, "product": 2, "screen": 3}
 """The compiled kernel's ids."""
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define(
     "_gated_mlp_native(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down_t, Tensor threshold, Tensor? token_scale, "
     "Tensor? skipped_mean, Tensor? skipped_out, Tensor? b_gate, Tensor? b_up, Tensor? b_down, Tensor? scale_gate, "
-    "Tensor? scale_up, Tensor? scale_down, Tensor? pre, Tensor? activation_params, int activation, int indicator, "
-    "int isa) -> Tensor"
+    "Tensor? scale_up, Tensor? scale_down, Tensor? pre, Tensor? scores, Tensor? activation_params, int activation, "
+    "int indicator, int isa) -> Tensor"
+)
+_lib.define(
+    "_screen_native(Tensor x, Tensor gate, Tensor up, Tensor scale_gate, Tensor scale_up, Tensor? b_gate, "
+    "Tensor? b_up, Tensor? activation_params, int neurons, int activation, int isa) -> Tensor"
 )
 _fused = torch.ops.sparsemlp._gated_mlp_native.default
+screen_scores = torch.ops.sparsemlp._screen_native.default
+"""By what the screen decides, (T, F) float32: the one pass over the low-bit copies."""
 
 
 def direct(
@@ -57,6 +64,8 @@ def direct(
     scale_gate: Tensor | None,
     scale_up: Tensor | None,
     scale_down: Tensor | None,
+    screen_gate: PackedWeight | None,
+    screen_up: PackedWeight | None,
     activation_params: Tensor | None,
     activation: str,
     indicator: str,
@@ -83,14 +92,24 @@ def direct(
     if x.numel() > fused_tokens(x.dtype, scale_down is not None) * x.shape[-1]:
         return None
     try:
-        pre = None
+        pre = scores = None
+        if indicator == "screen" or screen_gate is not None or screen_up is not None:
+            why = indicator != "screen" or screen_gate is None or screen_up is None or input_limit is not None
+            if why or type(screen_gate) is not PackedWeight or type(screen_up) is not PackedWeight:
+                return None
+            (gate, s_gate), (up, s_up) = screen_gate, screen_up
+            if not _direct.takes((x, gate, up, s_gate, s_up)):
+                return None
+            scores = screen_scores(
+                x, gate, up, s_gate, s_up, b_gate, b_up, activation_params, w_up.shape[0], name, _native.isa()
+            )
         if input_limit is not None:
             if w_gate.dim() != 2 or not has_columns(w_gate):
                 return None
             pre = _sparse_gate(x, w_gate, input_limit, scale_gate).reshape(-1, w_gate.shape[0])
         return _fused(
             x, w_gate, w_up, w_down_t, limit, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down,
-            scale_gate, scale_up, scale_down, pre, activation_params, name, decides, _native.isa(),
+            scale_gate, scale_up, scale_down, pre, scores, activation_params, name, decides, _native.isa(),
         )  # fmt: skip
     except RuntimeError as error:
         raise_value_error(error)
@@ -99,13 +118,11 @@ def direct(
 
 def _sparse_gate(x: Tensor, w_gate: Tensor, input_threshold: Tensor, scale: Tensor | None) -> Tensor:
     """p without bias, float32, of the x_k that are not below their threshold; the others' columns are not read."""
-    ones = None if scale is None else torch.ones(w_gate.shape[1], dtype=torch.float32, device="cpu")
     try:
-        pre = sparse_linear._fused(x, w_gate.t(), input_threshold, None, None, ones, True, _native.isa())
+        return sparse_linear._fused(x, w_gate.t(), input_threshold, None, None, scale, True, _native.isa())
     except RuntimeError as error:
         raise_value_error(error, prefix="input_")
         raise
-    return pre if scale is None else pre.mul_(scale)
 
 
 def forward(*args: Any) -> Tensor:
@@ -155,6 +172,7 @@ def run(
         float32_run(scale_gate),
         float32_run(scale_up),
         float32_run(scale_down),
+        (screen_gate, screen_up, screen_scale_gate, screen_scale_up),
         float32_run(activation_params),
         activation,
         indicator,
@@ -190,6 +208,7 @@ class _Call:
     scale_gate: Tensor | None
     scale_up: Tensor | None
     scale_down: Tensor | None
+    screens: tuple[Tensor | None, ...]
     params: Tensor | None
     activation: str
     indicator: str
@@ -203,9 +222,30 @@ class _Call:
             seen, w_by_input = torch.where(input_kept(x, self.input_threshold), x, 0), self.w_gate
         pre = rows_linear(seen, self.w_gate, self.scale_gate, self.b_gate)
         up = rows_linear(x, self.w_up, self.scale_up, self.b_up)
-        h = hidden(pre, up, self.threshold, scale, self.mean, self.params, act, decides, isa, self.w_down_t)
+        h = hidden(
+            pre,
+            up,
+            self.threshold,
+            scale,
+            self.mean,
+            self.params,
+            act,
+            decides,
+            isa,
+            self.w_down_t,
+            self.scores(x),
+        )
         bias = gemm_bias(self.b_down, self.skipped_out, x.dtype)
         return active_product(h, self.w_down_t, self.scale_down, bias, self.fused, x, scale, w_by_input)
+
+    def scores(self, x: Tensor) -> Tensor | None:
+        """By what the screen decides, where it does."""
+        if self.screens[0] is None:
+            return None
+        act, neurons = activations.IDS[self.activation], self.w_up.shape[0]
+        return screen_scores(
+            x, *self.screens, self.b_gate, self.b_up, self.params, neurons, act, _native.isa()
+        )
 
     def fused(self, x: Tensor, scale: Tensor | None) -> Tensor:
         pre = None
@@ -214,6 +254,6 @@ class _Call:
             pre = torch.cat([_sparse_gate(part, self.w_gate, limit, gate) for part in x.split(CHUNK)])
         return _fused(
             x, self.w_gate, self.w_up, self.w_down_t, self.threshold, scale, self.mean, self.skipped_out, self.b_gate,
-            self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.params,
+            self.b_up, self.b_down, self.scale_gate, self.scale_up, self.scale_down, pre, self.scores(x), self.params,
             activations.IDS[self.activation], INDICATORS[self.indicator], _native.isa(),
         )  # fmt: skip

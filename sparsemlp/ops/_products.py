@@ -16,12 +16,13 @@ Fused = Callable[[Tensor, Tensor | None], Tensor]
 """A call's fused kernel, for any of its tokens and their token scales."""
 
 _SLICE = 2048
-"""Neurons, or columns of the down projection, of int8 weights that are widened at a time."""
+"""Outputs whose int8 weights are widened at a time."""
 
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
 _lib.define(
     "_hidden_native(Tensor pre, Tensor? up, Tensor threshold, Tensor? token_scale, Tensor? skipped_mean, "
-    "Tensor? activation_params, int activation, int indicator, int isa, Tensor? weight=None) -> Tensor"
+    "Tensor? activation_params, int activation, int indicator, int isa, Tensor? weight=None, "
+    "Tensor? scores=None) -> Tensor"
 )
 hidden = torch.ops.sparsemlp._hidden_native.default
 """The hidden values, 0 where inactive; the density that was seen is noted for `weight`."""
@@ -35,22 +36,9 @@ def rows_linear(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None) ->
     if scale is None:
         return F.linear(x, w, b)
     if x.dtype == torch.float16:
-        return int8.rows_linear(x, w, scale, b)
+        return int8.linear(x, w, scale, b)
     wide = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in w.split(_SLICE)], dim=-1).mul_(scale)
     return wide if b is None else wide.add_(b)
-
-
-def _neuron_linear(h: Tensor, w_t: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
-    """h @ w_t + b, likewise; h is overwritten."""
-    if scale is None:
-        return F.linear(h, w_t.t(), b)
-    if h.dtype == torch.float16:
-        return int8.neuron_linear(h, w_t, scale, b)
-    h = h.mul_(scale)
-    slices = w_t.split(_SLICE, dim=1)
-    biases = (None,) * len(slices) if b is None else b.split(_SLICE)
-    parts = [F.linear(h, c.to(h.dtype).t(), bias) for c, bias in zip(slices, biases, strict=True)]
-    return torch.cat(parts, dim=-1)
 
 
 def active_product(
@@ -63,18 +51,18 @@ def active_product(
     token_scale: Tensor | None,
     w_by_input: Tensor | None = None,
 ) -> Tensor:
-    """h @ w_t + b where the rows of w_t that belong to an inactive, so 0, value count as not read; h is overwritten.
+    """h @ w_t + b where the rows of w_t that belong to an inactive, so 0, value count as not read.
 
     Args:
         h: `hidden`'s values, (T, F). w_t, scale, b: the weight (F, D), its scales where it is int8, and what is added.
         fused: computes tokens of x with their token scales anew.
         w_by_input: another weight of which columns count as not read.
     """
-    out = _neuron_linear(h, w_t, scale, b)
+    out = rows_linear(h, w_t.t(), scale, b)
     bad = out.sum(dim=-1, dtype=torch.float32).isfinite().logical_not_()
     # 0·inf of something skipped, or a true inf or NaN: the fused kernel tells them apart. With finite weights it is the
     # latter; their sum is not finite where one of them is not.
-    skipped = (w_t if scale is None else scale, w_by_input)
+    skipped = (w_t, w_by_input) if scale is None else ()
     if bool(bad.any()) and not all(
         bool(w.sum(dtype=torch.float32).isfinite()) for w in skipped if w is not None
     ):

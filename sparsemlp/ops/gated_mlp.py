@@ -19,6 +19,7 @@ from sparsemlp.ops._checks import (
     check_differentiable,
     check_int8,
     check_like,
+    check_screen,
     check_token_scale,
     check_x,
     checked_skipped_out,
@@ -27,6 +28,7 @@ from sparsemlp.ops._checks import (
 )
 from sparsemlp.reference import gated_mlp as reference
 from sparsemlp.router.decide import Router
+from sparsemlp.screen import PackedWeight
 
 __all__ = ["OP", "gated_mlp"]
 
@@ -82,6 +84,8 @@ def gated_mlp(
     scale_gate: Tensor | None = None,
     scale_up: Tensor | None = None,
     scale_down: Tensor | None = None,
+    screen_gate: PackedWeight | None = None,
+    screen_up: PackedWeight | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Thresholded gated MLP; the up and down rows of neurons that no token wants are not read.
@@ -91,7 +95,8 @@ def gated_mlp(
         seen = where(abs(x) < input_threshold, 0, x)             # x itself without input_threshold
         a = activation(seen @ w_gate.T + b_gate)
         u = x @ w_up.T + b_up
-        m = {"gate": a, "up": u, "product": a * u}[indicator]
+        m = {"gate": a, "up": u, "product": a * u}[indicator]    # or, by "screen":
+        # m = activation(x8 @ screen_gate.T + b_gate) * (x8 @ screen_up.T + b_up), x8 being x rounded to int8
         kept = ~(abs(m) < token_scale[:, None] * threshold)      # a NaN is kept
         h = where(kept & (a != 0), a * u, 0)                     # or where(kept, a * u - skipped_mean, 0)
         out = h @ w_down_t + b_down + skipped_out
@@ -114,12 +119,15 @@ def gated_mlp(
         activation_params: (n,) float32, the row's parameters in its order; None for a row without parameters.
         b_gate, b_up: (F,) biases, b_down: (D,) bias, x's dtype.
         indicator: whose magnitude is compared with the threshold: "gate" (a; CATS), "up" (u, computed for every neuron
-            and a only for the kept ones; M-CountDown) or "product" (a·u, both computed, only w_down_t's rows skipped;
-            D-CountDown). "screen" is not built yet.
+            and a only for the kept ones; M-CountDown), "product" (a·u, both computed, only w_down_t's rows skipped;
+            D-CountDown) or "screen" (a·u as low-bit copies of both weights have it; the rows of all three weights are
+            read for kept neurons only).
         input_threshold: t_x ≥ 0, a number, or a float32 tensor of shape () or (D,): the gate (only it) takes x_k for 0
             where |x_k| < t_x (TEAL), and for few tokens does not read that column of w_gate. None: no such thing.
-        scale_gate, scale_up, scale_down: (F,) float32, with int8 weights (all three int8) and only then: neuron j's
-            weights are w[j]·scale[j], see `sparsemlp.quantization.quantize_rows`.
+        scale_gate, scale_up: (F,) float32, scale_down: (D,) float32, with int8 weights (all three int8) and only then:
+            what each output is multiplied by, see `sparsemlp.quantization.quantize_rows` and `quantize_columns`.
+        screen_gate, screen_up: low-bit copies of w_gate and w_up, from `sparsemlp.screen.pack`, with indicator "screen"
+            and only then; not with `input_threshold`.
         backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
             back.
 
@@ -139,16 +147,18 @@ def gated_mlp(
         number of tokens a token's bits do not depend on its batch mates. In the reference, and where "auto" takes
         PyTorch's GEMMs, p and u are rounded once to x's dtype and decided from there. Which route "auto" takes may
         change with the density it sees: docs/router.md. Products with int8 weights: docs/int8.md.
+        By "screen" the decision is that of the copies and of x in int8 (`sparsemlp.reference.screen`), in float32
+        sums; a token with NaN or inf, or a neuron whose copy was made of one, is kept.
         Exact zeros are skipped, so for the ReLU family at threshold 0 the result is the dense MLP's up to summation
         order. A skipped neuron adds nothing even where its rows hold inf or NaN (in the differentiable composition
         its down row does, as in the dense MLP); the same holds for a column of w_gate that `input_threshold` skips.
     Source: CATS (Lee et al.), SATS; M- and D-CountDown for the indicators; TEAL (Liu et al.) for `input_threshold`;
-        mean compensation and token scale as in docs/ops/gated_mlp.md.
+        the screen, mean compensation and token scale as in docs/ops/gated_mlp.md.
     """
     if (skipped_mean is None) == (skipped_out is None) and backend in ("auto", "native"):
         done = native.direct(
             x, w_gate, w_up, w_down_t, threshold, input_threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up,
-            b_down, scale_gate, scale_up, scale_down, activation_params, activation, indicator,
+            b_down, scale_gate, scale_up, scale_down, screen_gate, screen_up, activation_params, activation, indicator,
         )  # fmt: skip
         if done is not None:
             return done
@@ -163,6 +173,11 @@ def gated_mlp(
     ):
         check_bias(name, b, size, letter, x)
     check_indicator(indicator)
+    screens = check_screen(indicator, screen_gate, screen_up, x, w_gate.shape[0])
+    if input_threshold is not None and indicator == "screen":
+        raise ValueError(
+            "input_threshold is given with indicator 'screen', expected None: what is kept is read from w_gate's rows"
+        )
     params = check_activation(x, activation, activation_params)
     limit = as_threshold(threshold, x, w_gate.shape[0])
     if input_threshold is not None:
@@ -177,9 +192,9 @@ def gated_mlp(
     )  # fmt: skip
     if differentiates(*tensors, params):
         check_differentiable(backend)
-        out = reference.differentiable(*tensors, params, activation, indicator)
+        out = reference.differentiable(*tensors, *screens, params, activation, indicator)
     else:
-        out = OP(*tensors, None, None, None, None, params, activation, indicator, backend=backend)
+        out = OP(*tensors, *screens, params, activation, indicator, backend=backend)
     return out if x.dim() == 2 else out.reshape(x.shape)
 
 
@@ -225,8 +240,6 @@ def _scale_name(weight: str) -> str:
 
 
 def check_indicator(indicator: str) -> None:
-    """Whether it is one of those that are built."""
+    """Whether there is such an indicator."""
     if not isinstance(indicator, str) or indicator not in INDICATORS:
         raise ValueError(f"indicator is {spelled(indicator)}, expected one of: {', '.join(INDICATORS)}")
-    if indicator == "screen":
-        raise ValueError("indicator is 'screen', expected gate, up or product; screen is not built yet")

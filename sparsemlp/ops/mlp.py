@@ -88,8 +88,8 @@ def mlp(
         activation_params: (n,) float32, the row's parameters in its order; None for a row without parameters.
         b_in: (F,) bias, b_out: (D,) bias, x's dtype.
         input_threshold: not built for this operator; None.
-        scale_in, scale_out: (F,) float32, with int8 weights (both int8) and only then: neuron j's weights are
-            w[j]·scale[j], see `sparsemlp.quantization.quantize_rows`.
+        scale_in: (F,) float32, scale_out: (D,) float32, with int8 weights (both int8) and only then: what each output
+            is multiplied by, see `sparsemlp.quantization.quantize_rows` and `quantize_columns`.
         backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
             back.
 

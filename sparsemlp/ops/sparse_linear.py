@@ -55,7 +55,7 @@ def sparse_linear(
     Equivalent to::
 
         kept = ~(abs(x) < token_scale[:, None] * threshold)      # a NaN is kept
-        out = where(kept, x, 0) @ weight_t + bias                # or ... @ (weight_t * scale[:, None]), int8 weights
+        out = where(kept, x, 0) @ weight_t + bias                # or ... @ (weight_t * scale) + bias, int8 weights
 
     Args:
         x: (..., K), float32, bfloat16, float16 or float64.
@@ -65,7 +65,8 @@ def sparse_linear(
         threshold: t ≥ 0, a number, or a float32 tensor of shape () or (K,); inf means never kept. Prefer a tensor
             under `torch.compile`: another number compiles again.
         token_scale: s ≥ 0, (T,) float32 with T = x.numel() / K, or x's leading shape. 0 runs the token dense.
-        scale: (K,) float32, with int8 weights and only then: what channel k's row is multiplied by.
+        scale: (N,) float32, with int8 weights and only then: what each output is multiplied by, see
+            `sparsemlp.quantization.quantize_columns`.
         backend: "auto", "native" (compiled CPU kernels), "triton" (GPUs) or "reference". An explicit one never falls
             back.
 
@@ -81,7 +82,7 @@ def sparse_linear(
             the CPU reference only; elsewhere a NaN or negative one keeps the entry.
         BackendUnavailableError: the backend named cannot compute this call.
     Numerics: s·t is rounded to float32 and compared with x as it is (float64 for float64 x), so every backend skips the
-        same entries. float32 accumulation, rounded once; int8 weights are widened, not rounded: (x_k · scale_k) · q.
+        same entries. float32 accumulation, rounded once; int8 weights are widened, not rounded.
         Entries that are exactly 0 are skipped, so at threshold 0 the result is the dense layer's up to summation
         order. A skipped entry adds nothing even where its channel's weights hold inf or NaN (in the differentiable
         composition they do, as in the dense layer).
@@ -123,8 +124,8 @@ def _check_tensors(x: Tensor, weight_t: Tensor, bias: Tensor | None, scale: Tens
     else:
         check_int8_place("weight_t", weight_t, x)
         if scale is None:
-            raise ValueError(f"scale is None, expected (K,) = ({k},) beside int8 weights; pass their scales")
-        check_float32("scale", scale, (k,), "K", x)
+            raise ValueError(f"scale is None, expected (N,) = ({n},) beside int8 weights; pass their scales")
+        check_float32("scale", scale, (n,), "N", x)
     if n > 1 and k > 0 and weight_t.stride(1) != 1:
         raise ValueError(
             f"weight_t has strides {tuple(weight_t.stride())}, expected unit stride inside a row; store it channel by "

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from sparsemlp import activations
 from sparsemlp.activations import wide
+from sparsemlp.reference import screen
 from sparsemlp.reference.products import add, neuron_linear, recomputed, rows_linear, unread
+from sparsemlp.screen import PackedWeight
 
 __all__ = [
     "check_values", "differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "skipped_out",
@@ -26,16 +28,17 @@ def hidden(
     activation_params: Tensor | None,
     activation: str,
     indicator: str = "gate",
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h = C(φ(pre)) ⊙ up, rounded once to pre's dtype, and the mask of active entries, both (T, F).
 
-    A neuron is kept unless |m| < s·t (so a NaN is kept), m being a, u or a·u by the indicator; active is kept and
-    a ≠ 0, or just kept with `skipped_mean` μ, where the kept entries are a·u − μ (the caller adds W_down μ). Inactive
-    entries are 0 whatever `up` holds.
+    A neuron is kept unless |m| < s·t (so a NaN is kept), m being a, u or a·u by the indicator, or `scores` (T, F), by
+    the screen; active is kept and a ≠ 0, or just kept with `skipped_mean` μ, where the kept entries are a·u − μ (the
+    caller adds W_down μ). Inactive entries are 0 whatever `up` holds.
     """
     p, u = wide(pre), wide(up)
     a = activations.apply(p, activation, activation_params)
-    m = {"gate": a, "up": u, "product": a * u}[indicator]
+    m = {"gate": a, "up": u, "product": a * u}[indicator] if scores is None else scores
     limit = threshold.to(a.dtype)
     if token_scale is not None:
         scale = token_scale.to(a.dtype)[:, None]
@@ -58,18 +61,16 @@ def input_kept(x: Tensor, input_threshold: Tensor) -> Tensor:
 
 
 def skipped_out(skipped_mean: Tensor, w_down_t: Tensor, scale_down: Tensor | None = None) -> Tensor:
-    """μ @ w_down_t (of int8: μ·scale_down @ w_down_t) in float32, (D,) from μ (F,) and w_down_t (F, D), differentiable.
+    """μ @ w_down_t (of int8: · scale_down) in float32, (D,) from μ (F,) and w_down_t (F, D), differentiable.
 
     In float64 where the weights or, with int8 ones, the means are.
     """
     decides = w_down_t if scale_down is None else skipped_mean
     dtype = torch.float64 if decides.dtype == torch.float64 else torch.float32
-    if scale_down is not None:
-        skipped_mean = skipped_mean.to(dtype) * scale_down.to(dtype)
     total = torch.zeros(w_down_t.shape[1], dtype=dtype, device=w_down_t.device)
     for mean, rows in zip(skipped_mean.split(_CHUNK), w_down_t.split(_CHUNK), strict=True):
         total = total + mean.to(dtype) @ rows.to(dtype)
-    return total
+    return total if scale_down is None else total * scale_down.to(dtype)
 
 
 def _gate(
@@ -79,6 +80,23 @@ def _gate(
     if input_threshold is not None:
         x = torch.where(input_kept(x, input_threshold), x, 0)
     return rows_linear(x, w_gate, scale, b)
+
+
+def _scores(
+    x: Tensor,
+    neurons: int,
+    screens: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    activation_params: Tensor | None,
+    activation: str,
+) -> Tensor | None:
+    """By what the screen decides, (T, F), or None without one."""
+    gate, up, scale_gate, scale_up = screens
+    if gate is None or up is None or scale_gate is None or scale_up is None:
+        return None
+    copies = PackedWeight(gate, scale_gate), PackedWeight(up, scale_up)
+    return screen.scores(x, *copies, neurons, b_gate, b_up, activation_params, activation)
 
 
 def gemm_bias(b_down: Tensor | None, skipped_out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -93,7 +111,6 @@ def _unread_gate(
     x: Tensor,
     w_gate: Tensor,
     input_threshold: Tensor,
-    scale: Tensor | None,
     b: Tensor | None,
 ) -> Tensor:
     """`pre` with 0·inf and 0·NaN of the x_k that the gate does not see taken back."""
@@ -101,7 +118,7 @@ def _unread_gate(
     def row(i: int) -> Tensor:
         one = x[i : i + 1]
         seen = (input_kept(one, input_threshold) & (one != 0))[0].nonzero().flatten()
-        return rows_linear(one[:, seen], w_gate[:, seen], scale, b)
+        return rows_linear(one[:, seen], w_gate[:, seen], None, b)
 
     return recomputed(pre, row)
 
@@ -143,14 +160,17 @@ def gated_mlp(
     pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
     if on_cpu and input_threshold is not None:
         check_values("input_threshold", input_threshold)
-        pre = _unread_gate(pre, x, w_gate, input_threshold, scale_gate, b_gate)
+        if scale_gate is None:  # integers are finite
+            pre = _unread_gate(pre, x, w_gate, input_threshold, b_gate)
     up = rows_linear(x, w_up, scale_up, b_up)
+    screens = screen_gate, screen_up, screen_scale_gate, screen_scale_up
+    scores = _scores(x, w_gate.shape[0], screens, b_gate, b_up, activation_params, activation)
     h, active = hidden(
-        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
+        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator, scores
     )
     out = neuron_linear(h, w_down_t, scale_down)
-    if on_cpu:
-        out = unread(out, h, active, w_down_t, scale_down)
+    if on_cpu and scale_down is None:
+        out = unread(out, h, active, w_down_t)
     return add(out, b_down, skipped_out)
 
 
@@ -170,6 +190,10 @@ def differentiable(
     scale_gate: Tensor | None,
     scale_up: Tensor | None,
     scale_down: Tensor | None,
+    screen_gate: Tensor | None,
+    screen_up: Tensor | None,
+    screen_scale_gate: Tensor | None,
+    screen_scale_up: Tensor | None,
     activation_params: Tensor | None,
     activation: str,
     indicator: str,
@@ -181,5 +205,9 @@ def differentiable(
     """
     pre = _gate(x, w_gate, input_threshold, scale_gate, b_gate)
     up = rows_linear(x, w_up, scale_up, b_up)
-    h, _ = hidden(pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator)
+    screens = screen_gate, screen_up, screen_scale_gate, screen_scale_up
+    scores = _scores(x, w_gate.shape[0], screens, b_gate, b_up, activation_params, activation)
+    h, _ = hidden(
+        pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator, scores
+    )
     return add(neuron_linear(h, w_down_t, scale_down), b_down, skipped_out)

@@ -53,8 +53,8 @@ def mlp(
     pre = rows_linear(x, w_in, scale_in, b_in)
     h, active = hidden(pre, threshold, token_scale, skipped_mean, activation_params, activation)
     out = neuron_linear(h, w_out_t, scale_out)
-    if on_cpu:
-        out = unread(out, h, active, w_out_t, scale_out)
+    if on_cpu and scale_out is None:  # integers are finite
+        out = unread(out, h, active, w_out_t)
     return add(out, b_out, skipped_out)
 
 

@@ -14,13 +14,13 @@ __all__ = ["add", "neuron_linear", "recomputed", "rows_linear", "unread"]
 
 
 def rows_linear(x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None) -> Tensor:
-    """x @ w.T + b; scale (F,) beside int8 weights."""
-    return F.linear(x, w, b) if scale is None else int8.rows_linear(x, w, scale, b)
+    """x @ w.T + b; scale, one an output, beside int8 weights, then in float32 and rounded once."""
+    return F.linear(x, w, b) if scale is None else int8.linear(x, w, scale, b)
 
 
 def neuron_linear(h: Tensor, w_t: Tensor, scale: Tensor | None) -> Tensor:
-    """h @ w_t; scale (F,) beside int8 weights."""
-    return h @ w_t if scale is None else int8.neuron_linear(h, w_t, scale)
+    """h @ w_t; scale (D,) beside int8 weights."""
+    return h @ w_t if scale is None else int8.linear(h, w_t.t(), scale)
 
 
 def recomputed(out: Tensor, row: Callable[[int], Tensor]) -> Tensor:
@@ -34,12 +34,12 @@ def recomputed(out: Tensor, row: Callable[[int], Tensor]) -> Tensor:
     return out
 
 
-def unread(out: Tensor, h: Tensor, active: Tensor, w_t: Tensor, scale: Tensor | None) -> Tensor:
+def unread(out: Tensor, h: Tensor, active: Tensor, w_t: Tensor) -> Tensor:
     """`out` = h @ w_t with 0·inf and 0·NaN of inactive entries taken back: their rows count as not read."""
 
     def row(i: int) -> Tensor:
         rows = active[i].nonzero().flatten()
-        return neuron_linear(h[i : i + 1, rows], w_t[rows], None if scale is None else scale[rows])
+        return h[i : i + 1, rows] @ w_t[rows]
 
     return recomputed(out, row)
 

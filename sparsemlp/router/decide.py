@@ -15,10 +15,13 @@ from torch import Tensor
 
 from sparsemlp import _native
 from sparsemlp.router import host, profile
-from sparsemlp.router.model import CHUNK, Choice, Problem, choose, few_tokens, kind_of
+from sparsemlp.router.model import CHUNK, Choice, Problem, choose, few_tokens, kind_of, most_screened
 from sparsemlp.router.profile import Profile
 
-__all__ = ["MODES", "Decision", "Router", "forget", "fused_tokens", "mode", "observed_density", "set_router"]
+__all__ = [
+    "MODES", "Decision", "Router", "forget", "fused_tokens", "mode", "observed_density", "screened_tokens",
+    "set_router",
+]  # fmt: skip
 
 MODES = ("auto", "frozen", "off")
 
@@ -100,6 +103,20 @@ def fused_tokens(x: torch.dtype, int8: bool) -> int:
     return found
 
 
+def screened_tokens(x: torch.dtype, int8: bool, d: int, f: int, sparsity: float) -> int:
+    """Up to how many tokens in a call the screen is predicted to pay, against a dense MLP without it; at most 512.
+
+    Args:
+        x: dtype of x. int8: whether the full rows are int8. d, f: D and F.
+        sparsity: share of neurons that a token skips.
+
+    Returns:
+        The largest T such that it pays for 1 to T tokens (by the times of this machine, `sparsemlp tune`; without any,
+        by the bytes); 0: not even for one.
+    """
+    return most_screened(current_profile(), kind_of(x, int8), d, f, 1 - sparsity)
+
+
 def observed_density(weight: Tensor) -> float:
     """The mean fraction of active entries on recent calls of the layer with this down projection; NaN: none seen."""
     try:
@@ -173,7 +190,7 @@ class Router:
 
     def _problem(self, key: tuple[Any, ...]) -> Problem:
         (tokens, d), (f, _), x, w, form, _ = key
-        form = form if form in ("product", "ungated") else "gated"
+        form = form if form in ("product", "screen", "ungated") else "gated"
         return Problem(tokens, d, f, kind_of(x, w == torch.int8), form)
 
     def _choose(self, key: tuple[Any, ...]) -> Choice:

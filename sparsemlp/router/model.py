@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "few_tokens",
     "kind_of",
+    "most_screened",
     "seconds",
     "union",
 ]
@@ -49,7 +50,8 @@ class Problem:
     Args:
         tokens, d, f: T ≥ 1, D and F.
         kind: see `kind_of`.
-        form: "gated"; "product", a gated one whose gate and up projections are read whole; "ungated".
+        form: "gated"; "product", a gated one whose gate and up projections are read whole; "screen", one whose rows
+            are all read where they are wanted, after the pass over low-bit copies; "ungated".
     """
 
     tokens: int
@@ -140,13 +142,36 @@ def few_tokens(profile: Profile | None, kind: str) -> int:
     measured = sorted({tokens for t in sizes for tokens in (*t.sparse, *t.pytorch) if tokens <= CHUNK})
     for tokens in measured:
         for t in sizes:
-            for form in ("gated", "product", "ungated"):
+            for form in ("gated", "product", "screen", "ungated"):
                 problem = Problem(tokens, t.d, t.f, kind, form)
                 sparse = _measured(t, problem, "sparse", 1.0)
                 if (1 - MARGIN) * sparse > _measured(t, problem, "pytorch", 1.0):
                     return limit if tokens > measured[0] else 0
         limit = tokens
     return limit
+
+
+def most_screened(profile: Profile | None, kind: str, d: int, f: int, density: float) -> int:
+    """The largest number of tokens, at most 512, up to which the screen is predicted to pay; 0: for none."""
+    weight_bits = 8 if kind.endswith("/int8") else 32 if kind.startswith("float32") else 16
+
+    def pays(tokens: int) -> bool:
+        screened, dense = (Problem(tokens, d, f, kind, form) for form in ("screen", "gated"))
+        if profile is None or not _nearest(profile, dense):
+            return 2 * 4.5 / weight_bits + 3 * union(density, tokens) < 3
+        routes = ROUTES if tokens > CHUNK else ("sparse", "pytorch")
+        ours, theirs = (
+            min(_known(seconds(profile, problem, route, share)) for route in routes)
+            for problem, share in ((screened, density), (dense, 1.0))
+        )
+        return ours < theirs
+
+    last = 0
+    for tokens in (*range(1, CHUNK + 1), 64, 128, 256, 512):
+        if not pays(tokens):
+            break
+        last = tokens
+    return last
 
 
 def _known(value: float | None) -> float:
@@ -180,7 +205,8 @@ def _measured(times: Times, problem: Problem, route: str, density: float) -> flo
     tokens = problem.tokens
     if route != "sparse":
         column = 1 if problem.form == "ungated" else 0
-        return _between({t: v[column] for t, v in getattr(times, route).items()}, tokens)
+        whole_time = _between({t: v[column] for t, v in getattr(times, route).items()}, tokens)
+        return whole_time + (_screening(times, tokens) if problem.form == "screen" else 0.0)
     whole, rest = divmod(tokens, CHUNK)
     total = whole * _skipping(times, problem.form, CHUNK, density) if whole else 0.0
     return total + (_skipping(times, problem.form, rest, density) if rest else 0.0)
@@ -194,7 +220,14 @@ def _skipping(times: Times, form: str, tokens: int, density: float) -> float:
     rows = 2 * share * (half - none) if share <= 0.5 else (half - none) + (2 * share - 1) * (full - half)
     if form == "ungated":
         return none + rows / 2
+    if form == "screen":
+        return 1.5 * rows + _screening(times, tokens)
     return 2 * none + rows / 2 if form == "product" else none + rows
+
+
+def _screening(times: Times, tokens: int) -> float:
+    """The pass over copies of 4 bits; other bits take as long, where it is the arithmetic that takes it."""
+    return _between({t: v[0] for t, v in times.screen.items()}, tokens)
 
 
 def _between(column: Mapping[int, float], tokens: int) -> float:

@@ -20,11 +20,14 @@ from sparsemlp.router.host import Host
 
 __all__ = ["SCHEMA", "SHIPPED", "Profile", "ProfileError", "Times", "find", "folder", "load", "path", "save"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the file; a file with another one is not read."""
 
 SHIPPED = Path(__file__).parent / "profiles"
 """Measured on a Zen 4, one file per instruction set: what is used where nothing was measured."""
+
+_COLUMNS = (("sparse", 3), ("dense", 2), ("pytorch", 2), ("screen", 1))
+"""Fields of `Times` in the file, and how many values each has for a number of tokens."""
 
 _LARGEST = 2**31
 _ADVICE = "run `sparsemlp tune` to measure this machine"
@@ -43,6 +46,7 @@ class Times:
         d, f: model width D and neurons F.
         sparse: by tokens, the gated MLP when the share of neurons wanted by some token is 0, ½ and 1.
         dense, pytorch: by tokens, the gated MLP and the ungated one.
+        screen: by tokens, the pass over the gate's and up projection's copies of 4 bits, the one value.
     """
 
     kind: str
@@ -51,6 +55,7 @@ class Times:
     sparse: Mapping[int, tuple[float, ...]]
     dense: Mapping[int, tuple[float, ...]]
     pytorch: Mapping[int, tuple[float, ...]]
+    screen: Mapping[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def save(profile: Profile, file: Path) -> None:
                 "kind": t.kind,
                 "d": t.d,
                 "f": t.f,
-                **{route: _column(getattr(t, route)) for route in ("sparse", "dense", "pytorch")},
+                **{route: _column(getattr(t, route)) for route, _ in _COLUMNS},
             }
             for t in profile.times
         ],
@@ -156,7 +161,7 @@ def _number(value: Any) -> float:
 
 def _times(row: Any) -> Times:
     columns = {}
-    for route, width in (("sparse", 3), ("dense", 2), ("pytorch", 2)):
+    for route, width in _COLUMNS:
         column: dict[int, tuple[float, ...]] = {}
         for tokens, values in row[route].items():
             if len(values) != width:

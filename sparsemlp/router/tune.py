@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from sparsemlp import _native
+from sparsemlp.activations import IDS
 from sparsemlp.router import host
 from sparsemlp.router.model import CHUNK, Problem, choose, few_tokens, kind_of
 from sparsemlp.router.profile import Profile, Times
+from sparsemlp.screen import sizes_of
 
 __all__ = ["KINDS", "SECONDS", "SHAPES", "busy", "summary", "tune"]
 
@@ -45,6 +47,7 @@ KINDS = (
 _FEW = (1, 2, 4, 8, 16, CHUNK)
 _MANY = (CHUNK + 1, 64, 512)
 _SOME = (1, 2, 8, CHUNK, CHUNK + 1, 512)  # of the kinds that get less time
+_SCREENED = (1, 8, CHUNK, 512)
 _HOPELESS = 10.0
 _SHARES = (0.0, 0.5, 1.0)  # of neurons that some token wants
 _LEAST_ROUNDS = 2
@@ -75,20 +78,32 @@ class _Layers:
         weights = [torch.randn(f, d, generator=generator) / math.sqrt(d) for _ in range(3)]
         self.scales: tuple[Tensor | None, ...] = (None, None, None)
         if int8:
-            from sparsemlp.quantization import quantize_rows
+            from sparsemlp.quantization import quantize_columns, quantize_rows
 
-            pairs = [quantize_rows(w) for w in weights]
+            pairs = [quantize_rows(w) for w in weights[:2]] + [quantize_columns(weights[2])]
             weights, self.scales = [q for q, _ in pairs], tuple(s for _, s in pairs)
         else:
             weights = [w.to(dtype) for w in weights]
         size = 3 * d * f * weights[0].element_size()
         count = max(2, -(-min(_MOST_WEIGHTS, 2 * host.last_level_cache()) // size))
         self._layers = [weights, *([w.clone() for w in weights] for _ in range(count - 1))]
+        self._screens = [_random_screen(d, f) for _ in range(count)]
         self._next = 0
 
     def next(self) -> list[Tensor]:
         self._next = (self._next + 1) % len(self._layers)
         return self._layers[self._next]
+
+    def screen(self) -> tuple[Tensor, ...]:
+        """Codes of gate and up, and their scales, of another layer every time."""
+        self._next = (self._next + 1) % len(self._layers)
+        return self._screens[self._next]
+
+
+def _random_screen(d: int, f: int) -> tuple[Tensor, ...]:
+    codes, scales = sizes_of(f, d, 4, 32)
+    made = [torch.randint(256, codes, dtype=torch.uint8) for _ in range(2)]
+    return (*made, *(torch.full(scales, 1 / 64, dtype=torch.bfloat16) for _ in range(2)))
 
 
 def tune(
@@ -178,7 +193,7 @@ def _measure(dtype: torch.dtype, int8: bool, d: int, f: int, seconds: float) -> 
     finally:
         if was_enabled:
             gc.enable()
-    tables: dict[str, dict[int, tuple[float, ...]]] = {"sparse": {}, "dense": {}, "pytorch": {}}
+    tables: dict[str, dict[int, tuple[float, ...]]] = {"sparse": {}, "dense": {}, "pytorch": {}, "screen": {}}
     for cell in cells:
         column = tables[cell.route].setdefault(cell.tokens, ())
         assert len(column) == cell.column
@@ -199,7 +214,8 @@ def _first_round(cells: list[_Cell], layers: _Layers) -> list[_Cell]:
         for cell in timed:
             _time(cell, layers)
         worth += timed
-        took = {cell.route: cell.samples[0] for cell in timed if cell.gated}  # sparse: with all of the rows
+        routes = [cell for cell in timed if cell.gated and cell.route != "screen"]
+        took = {cell.route: cell.samples[0] for cell in routes}  # sparse: with all of the rows
         for route, seconds in took.items():
             fewer, less = before.get(route, (tokens, seconds))
             proportional = fewer < tokens and seconds > 0.7 * less * tokens / fewer
@@ -219,6 +235,8 @@ def _cells(dtype: torch.dtype, d: int, *, full: bool) -> Iterator[_Cell]:
         for route in ("pytorch",) if tokens <= CHUNK else ("dense", "pytorch"):
             for column, gated in enumerate((True, False)):
                 yield _Cell(route, tokens, column, gated, x, torch.zeros(()), [])
+        if tokens in _SCREENED:
+            yield _Cell("screen", tokens, 0, True, x, torch.zeros(()), [])
 
 
 def _threshold(magnitudes: Tensor, share: float, tokens: int) -> Tensor:
@@ -230,11 +248,22 @@ def _threshold(magnitudes: Tensor, share: float, tokens: int) -> Tensor:
 
 
 def _time(cell: _Cell, layers: _Layers) -> None:
-    gate, up, down = layers.next()
-    route, args = _call(cell, gate, up, down, layers.scales)
+    if cell.route == "screen":
+        route, args = _screen_call(cell, layers)
+    else:
+        gate, up, down = layers.next()
+        route, args = _call(cell, gate, up, down, layers.scales)
     start = _clock()
     route(*args)
     cell.samples.append(_clock() - start)
+
+
+def _screen_call(cell: _Cell, layers: _Layers) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The pass over the copies, and its arguments."""
+    codes = layers.screen()
+    neurons = layers.next()[0].shape[0]
+    rest = (None, None, None, neurons, IDS["silu"], _native.isa())
+    return torch.ops.sparsemlp._screen_native.default, (cell.x, *codes, *rest)
 
 
 def _call(
