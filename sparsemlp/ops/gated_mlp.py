@@ -11,6 +11,8 @@ from sparsemlp._layout import has_columns
 from sparsemlp._op import Op, differentiates
 from sparsemlp._reasons import spelled
 from sparsemlp.ops import _gated_mlp_native as native
+from sparsemlp.ops import gated_mlp_training as training_op
+from sparsemlp.ops import mlp_training as training
 from sparsemlp.ops._backends import compiled_and_triton
 from sparsemlp.ops._checks import (
     as_threshold,
@@ -191,11 +193,27 @@ def gated_mlp(
         b_down, *scales,
     )  # fmt: skip
     if differentiates(*tensors, params):
-        check_differentiable(backend)
-        out = reference.differentiable(*tensors, *screens, params, activation, indicator)
+        out = _with_gradient(tensors, screens, params, (activation, indicator), backend)
     else:
         out = OP(*tensors, *screens, params, activation, indicator, backend=backend)
     return out if x.dim() == 2 else out.reshape(x.shape)
+
+
+def _with_gradient(
+    tensors: Any,
+    screens: Any,
+    params: Tensor | None,
+    names: Any,
+    backend: str,
+) -> Tensor:
+    """A call of which derivatives may be wanted, in checked arguments."""
+    x, w_gate, input_threshold = tensors[0], tensors[1], tensors[5]
+    if training.needs_composition(w_gate, params) or input_threshold is not None or names[1] == "screen":
+        check_differentiable(backend)
+    elif backend != "auto" or not training.is_small(x.shape[0], w_gate):
+        out: Tensor = training_op.FORWARD(*tensors[:5], *tensors[6:12], params, *names, backend=backend)[0]
+        return out
+    return reference.differentiable(*tensors, *screens, params, *names)
 
 
 def _check_weights(

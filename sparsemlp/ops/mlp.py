@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparsemlp._op import Op, differentiates
 from sparsemlp.ops import _mlp_native as native
+from sparsemlp.ops import mlp_training as training
 from sparsemlp.ops._backends import compiled_and_triton
 from sparsemlp.ops._checks import (
     as_threshold,
@@ -145,11 +148,21 @@ def mlp(
     first = flat, w_in, w_out_t, limit
     rest = token_scale, skipped_mean, skipped_out, b_in, b_out, scale_in, scale_out
     if differentiates(*first, *rest, params):
-        check_differentiable(backend)
-        out = reference.differentiable(*first, *rest, params, activation)
+        out = _with_gradient(first, rest, params, activation, backend)
     else:
         out = OP(*first, None, *rest, None, None, params, activation, backend=backend)
     return out if x.dim() == 2 else out.reshape(x.shape)
+
+
+def _with_gradient(first: Any, rest: Any, params: Tensor | None, activation: str, backend: str) -> Tensor:
+    """A call of which derivatives may be wanted, in checked arguments."""
+    x, w_in = first[:2]
+    if training.needs_composition(w_in, params):
+        check_differentiable(backend)
+    elif backend != "auto" or not training.is_small(x.shape[0], w_in):
+        out: Tensor = training.FORWARD(*first, *rest[:5], params, activation, backend=backend)[0]
+        return out
+    return reference.differentiable(*first, *rest, params, activation)
 
 
 def _check_weights(

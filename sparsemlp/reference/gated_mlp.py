@@ -12,7 +12,7 @@ from sparsemlp.reference.products import add, neuron_linear, recomputed, rows_li
 from sparsemlp.screen import PackedWeight
 
 __all__ = [
-    "check_values", "differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "skipped_out",
+    "check_values", "differentiable", "gated_mlp", "gemm_bias", "hidden", "input_kept", "kept_entries", "skipped_out",
 ]  # fmt: skip
 
 _CHUNK = 1024
@@ -38,6 +38,24 @@ def hidden(
     """
     p, u = wide(pre), wide(up)
     a = activations.apply(p, activation, activation_params)
+    kept = kept_entries(a, u, threshold, token_scale, indicator, scores)
+    if skipped_mean is not None:
+        return torch.where(kept, a * u - skipped_mean.to(a.dtype), 0).to(pre.dtype), kept
+    active = kept & (a != 0)
+    # At a = 0 the product is 0 and a's gradient must still flow to pre; only a non-finite u would make it NaN.
+    h = torch.where(active | (kept & u.isfinite()), a * u, 0)
+    return h.to(pre.dtype), active
+
+
+def kept_entries(
+    a: Tensor,
+    u: Tensor,
+    threshold: Tensor,
+    token_scale: Tensor | None,
+    indicator: str,
+    scores: Tensor | None = None,
+) -> Tensor:
+    """Where not |m| < s·t, (T, F), for a and u in the dtype that is computed in; u may be a scalar."""
     m = {"gate": a, "up": u, "product": a * u}[indicator] if scores is None else scores
     limit = threshold.to(a.dtype)
     if token_scale is not None:
@@ -45,13 +63,7 @@ def hidden(
         limit = torch.where(
             scale == 0, torch.zeros_like(scale), scale * limit
         )  # s = 0 is dense, even at t = inf
-    kept = ~(m.abs() < limit)
-    if skipped_mean is not None:
-        return torch.where(kept, a * u - skipped_mean.to(a.dtype), 0).to(pre.dtype), kept
-    active = kept & (a != 0)
-    # At a = 0 the product is 0 and a's gradient must still flow to pre; only a non-finite u would make it NaN.
-    h = torch.where(active | (kept & u.isfinite()), a * u, 0)
-    return h.to(pre.dtype), active
+    return ~(m.abs() < limit)
 
 
 def input_kept(x: Tensor, input_threshold: Tensor) -> Tensor:
