@@ -213,7 +213,8 @@ def _with_gradient(
     elif backend != "auto" or not training.is_small(x.shape[0], w_gate):
         out: Tensor = training_op.FORWARD(*tensors[:5], *tensors[6:12], params, *names, backend=backend)[0]
         return out
-    return reference.differentiable(*tensors, *screens, params, *names)
+    composed: tuple[Any, ...] = (*tensors, *screens, params, *names)
+    return reference.differentiable(*composed)
 
 
 def _check_weights(

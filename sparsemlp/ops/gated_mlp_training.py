@@ -52,9 +52,8 @@ def _derive(ctx: Any, grad: Tensor | None, *unused: object) -> tuple[Tensor | No
 def _composition(tensors: Sequence[Any], activation: str, indicator: str) -> Tensor:
     """The same values of the operator's tensors, by operations that autograd sees through."""
     *first, params = tensors
-    weights: Any = first[:5]
-    rest: Any = [None, *first[5:], *[None] * 7]
-    return gated_mlp.differentiable(*weights, *rest, params, activation, indicator)
+    composed: tuple[Any, ...] = (*first[:5], None, *first[5:], *[None] * 7, params, activation, indicator)
+    return gated_mlp.differentiable(*composed)
 
 
 FORWARD = Op(

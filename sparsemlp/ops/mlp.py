@@ -162,7 +162,8 @@ def _with_gradient(first: Any, rest: Any, params: Tensor | None, activation: str
     elif backend != "auto" or not training.is_small(x.shape[0], w_in):
         out: Tensor = training.FORWARD(*first, *rest[:5], params, activation, backend=backend)[0]
         return out
-    return reference.differentiable(*first, *rest, params, activation)
+    composed: tuple[Any, ...] = (*first, *rest, params, activation)
+    return reference.differentiable(*composed)
 
 
 def _check_weights(

@@ -64,7 +64,8 @@ def _derive(ctx: Any, grad: Tensor | None, *unused: object) -> tuple[Tensor | No
 def _composition(tensors: Sequence[Any], activation: str) -> Tensor:
     """The same values of the operator's tensors, by operations that autograd sees through."""
     *first, params = tensors
-    return mlp.differentiable(*first, None, None, params, activation)
+    composed: tuple[Any, ...] = (*first, None, None, params, activation)
+    return mlp.differentiable(*composed)
 
 
 def is_small(tokens: int, w: Tensor) -> bool:
