@@ -103,33 +103,42 @@ template <class S> float run_total(const void* values, int64_t n) {
     return total;
 }
 
-// A chunk of the elementwise step; g holds ∂ℓ/∂h.
+// out = what of `value` the mask's bits leave, rounded.
+template <class S, class Value> inline void put_masked(void* out, int64_t n, const int32_t* mask, Value value) {
+    float made[kPatternChunk];
+    for (int64_t i = 0; i < n; ++i)
+        made[i] = as_float(as_bits(value(i)) & static_cast<uint32_t>(mask[i]));
+    for (int64_t i = 0; i < n; ++i)
+        narrow(made[i], static_cast<S*>(out) + i);
+}
+
+// A chunk of the elementwise step, whose first entry is neuron j0 and the output's entry `at`; g holds ∂ℓ/∂h. Masks are
+// words of ones or zeros, which the compiler turns into whole vectors.
 template <class S>
 inline void entries_chunk(const EntriesCall& call, const Chunk& chunk, const float* limits, const float* g, int64_t j0,
                           int64_t at, int64_t n) {
     const Thresholding& rule = call.stored.rule;
-    const bool gated = call.stored.up != nullptr, mean = rule.skipped_mean != nullptr;
-    const float* m = chunk.compared(rule.indicator);
+    const bool gated = call.stored.up != nullptr;
+    const int zeros = rule.skipped_mean != nullptr;
+    const float *m = chunk.compared(rule.indicator), *a = chunk.a, *slope = chunk.slope, *u = chunk.u;
     const float* h = gated ? chunk.product : chunk.a;
-    float made[kPatternChunk];
-    const auto put = [&](void* out, auto value) {
-        for (int64_t i = 0; i < n; ++i)
-            made[i] = value(i);
-        for (int64_t i = 0; i < n; ++i)
-            narrow(made[i], static_cast<S*>(out) + at + i);
-    };
-    const auto kept = [&](int64_t i) { return !(fabsf(m[i]) < limits[i]); };
-    if (call.hidden != nullptr)
-        put(call.hidden, [&](int64_t i) {
-            return kept(i) & (mean | (chunk.a[i] != 0.f)) ? h[i] - (mean ? rule.skipped_mean[j0 + i] : 0.f) : 0.f;
-        });
+    int32_t active[kPatternChunk], moving[kPatternChunk];
+    for (int64_t i = 0; i < n; ++i) {
+        const int kept = !(fabsf(m[i]) < limits[i]);
+        active[i] = -(kept & (zeros | (a[i] != 0.f)));
+        moving[i] = -(kept & (slope[i] != 0.f));
+    }
+    const auto to = [&](void* out) { return static_cast<S*>(out) + at; };
+    if (call.hidden != nullptr && zeros)
+        put_masked<S>(to(call.hidden), n, active, [=](int64_t i) { return h[i] - rule.skipped_mean[j0 + i]; });
+    else if (call.hidden != nullptr)
+        put_masked<S>(to(call.hidden), n, active, [=](int64_t i) { return h[i]; });
     if (call.grad_up != nullptr)
-        put(call.grad_up, [&](int64_t i) { return kept(i) & (mean | (chunk.a[i] != 0.f)) ? g[i] * chunk.a[i] : 0.f; });
-    if (call.grad_pre != nullptr)
-        put(call.grad_pre, [&](int64_t i) {
-            const float slope = gated ? chunk.slope[i] * chunk.u[i] : chunk.slope[i];
-            return kept(i) & (chunk.slope[i] != 0.f) ? g[i] * slope : 0.f;
-        });
+        put_masked<S>(to(call.grad_up), n, active, [=](int64_t i) { return g[i] * a[i]; });
+    if (call.grad_pre != nullptr && gated)
+        put_masked<S>(to(call.grad_pre), n, moving, [=](int64_t i) { return g[i] * (slope[i] * u[i]); });
+    else if (call.grad_pre != nullptr)
+        put_masked<S>(to(call.grad_pre), n, moving, [=](int64_t i) { return g[i] * slope[i]; });
 }
 
 template <class S> void run_entries(const EntriesCall& call, int64_t begin, int64_t end) {
@@ -138,17 +147,21 @@ template <class S> void run_entries(const EntriesCall& call, int64_t begin, int6
     const int64_t F = stored.neurons;
     Chunk chunk = {};
     float limits[kPatternChunk], g[kPatternChunk];
-    for (int64_t t = begin; t < end; ++t)
+    for (int64_t t = begin; t < end; ++t) {
+        if (rule.threshold_step == 0)
+            for (float& limit : limits)
+                limit = limit_of(rule, rule.threshold[0], t);
         for (int64_t j0 = 0; j0 < F; j0 += kPatternChunk) {
             const int64_t n = F - j0 < kPatternChunk ? F - j0 : kPatternChunk, at = t * F + j0;
             widen_all(static_cast<const S*>(stored.pre) + at, chunk.a, n);
             if (stored.up != nullptr)
                 widen_all(static_cast<const S*>(stored.up) + at, chunk.u, n);
             chunk.evaluate(rule, n, stored.up != nullptr);
-            for (int64_t i = 0; i < n; ++i)
-                limits[i] = limit_of(rule, rule.threshold[(j0 + i) * rule.threshold_step], t);
+            for (int64_t i = 0; rule.threshold_step != 0 && i < n; ++i)
+                limits[i] = limit_of(rule, rule.threshold[j0 + i], t);
             if (call.grad_hidden != nullptr)
                 widen_all(static_cast<const S*>(call.grad_hidden) + at, g, n);
             entries_chunk<S>(call, chunk, limits, g, j0, at, n);
         }
+    }
 }

@@ -88,11 +88,11 @@ inline bool any_not_finite(const void* data, int64_t count, int64_t width, int64
     std::atomic<bool> found{false};
     const auto scan = [&]<class Word>(const Word* w, Word exponent) {
         torch::stable::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
-            bool bad = false;
+            Word bad = 0; // a word, not a bool: so the compiler compares whole vectors
             for (int64_t j = begin; j < end; ++j)
                 for (int64_t d = 0; d < width; ++d)
-                    bad |= (w[j * stride + d] & exponent) == exponent;
-            if (bad)
+                    bad |= static_cast<Word>((w[j * stride + d] & exponent) == exponent);
+            if (bad != 0)
                 found = true;
         });
     };

@@ -5,6 +5,7 @@ Every call counts the entries that are not zero and takes the way that is faster
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ _LIVING = 0.9
 """Share of neurons that must live for the others to be worth no copy of the weights without them."""
 
 _MOST_ENTRIES = 2**31
+_SURELY = 1.25
+"""Times the break-even that some of the tokens must show for the others not to be counted."""
+
 _INDICATORS = {"gate": 0, "up": 1, "product": 2}
 
 _RULE = (
@@ -33,7 +37,8 @@ _RULE = (
     "int activation, int indicator"
 )
 _lib = torch.library.Library("sparsemlp", "FRAGMENT")
-_lib.define(f"_train_masks_native({_RULE}, int isa) -> (Tensor, Tensor, Tensor)")
+_lib.define("_finite_native(Tensor t) -> bool")
+_lib.define(f"_train_masks_native({_RULE}, float enough, int isa) -> (Tensor, Tensor, Tensor)")
 _lib.define(
     f"_train_forward_native(Tensor bits, {_RULE}, Tensor w_out_t, Tensor? b_out, Tensor? skipped_out, int isa) "
     "-> Tensor"
@@ -45,6 +50,7 @@ _lib.define(
 _lib.define(
     f"_train_entries_native(Tensor(a!) grad_hidden, {_RULE}, bool hidden, int isa) -> (Tensor, Tensor)"
 )
+_all_finite = torch.ops.sparsemlp._finite_native.default
 _masks = torch.ops.sparsemlp._train_masks_native.default
 _by_lists = torch.ops.sparsemlp._train_forward_native.default
 _by_lists_bwd = torch.ops.sparsemlp._train_backward_native.default
@@ -78,9 +84,13 @@ class Stored(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Which entries of a call are active, and which are kept with φ'(p) ≠ 0: as bits, and how many."""
+    """Which entries of a call are active, and which are kept with φ'(p) ≠ 0: as bits, and how many.
+
+    Where some of the tokens showed that lists do not pay, the bits are empty, and the counts are estimates.
+    """
 
     bits: Tensor
+    size: int
     living: Tensor
     active: int
     moving: int
@@ -96,14 +106,17 @@ class Pattern(NamedTuple):
 
     def by_lists(self, entries: int, living: Tensor, dtype: torch.dtype) -> bool:
         """Whether products by lists of `entries` are faster than dense ones of the living neurons."""
-        size = self.bits.shape[1] * int(living.sum())
-        return entries < _MOST_ENTRIES and entries < BREAK_EVEN[dtype] * size
+        if self.bits.numel() == 0 < self.size or entries >= _MOST_ENTRIES:
+            return False
+        return entries * living.numel() < BREAK_EVEN[dtype] * self.size * int(living.sum())
 
 
-def _pattern(stored: Stored) -> Pattern:
-    bits, counts, living = _masks(*stored, _native.isa())
+def _pattern(stored: Stored, *, whole: bool = False) -> Pattern:
+    """The pattern of what is stored; with `whole`, its bits whatever the density."""
+    enough = math.inf if whole else _SURELY * BREAK_EVEN[stored.pre.dtype]
+    bits, counts, living = _masks(*stored, enough, _native.isa())
     active, moving, both = counts.tolist()
-    return Pattern(bits, living, active, moving, both)
+    return Pattern(bits, stored.pre.numel(), living, active, moving, both)
 
 
 def _stored(
@@ -188,7 +201,7 @@ def _few(living: Tensor) -> Tensor | None:
 
 
 def _finite(*products: Tensor) -> bool:
-    return all(bool(t.sum(dtype=torch.float32).isfinite()) for t in products)
+    return all(_all_finite(t) for t in products)
 
 
 def mlp_bwd(
@@ -271,7 +284,7 @@ def _backward(stored: Stored, operands: Operands, names: set[str]) -> dict[str, 
     dense = names - sparse
     found = _dense_backward(stored, operands, dense, pattern.neurons()) if dense else {}
     if not _finite(*found.values()):  # perhaps an inf or NaN times the 0 of what is masked
-        found, dense = {}, set()
+        found, dense, pattern = {}, set(), _pattern(stored, whole=True)
     return found | _sparse_backward(stored, operands, names - dense, pattern)
 
 
