@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 def test_a_size_between_two_takes_something_of_both() -> None:
     small, large = flat(sizes=((64, 100),)), flat(dense=20.0, sizes=((256, 400),))
-    both = type(small)(small.host, small.date, 40.0, (*small.times, *large.times))
+    both = replace(small, times=(*small.times, *large.times))
 
     def per_weight(d: int, f: int) -> float:
         found = seconds(both, problem(64, d=d, f=f), "dense", 1)

@@ -87,8 +87,8 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda d: d.update(schema=3), "its schema is 3, this version reads 2"),
-        (lambda d: d.pop("schema"), "its schema is None, this version reads 2"),
+        (lambda d: d.update(schema=2), "its schema is 2, this version reads 3"),
+        (lambda d: d.pop("schema"), "its schema is None, this version reads 3"),
         (lambda d: d.pop("machine"), r"it is damaged \(KeyError: 'machine'\)"),
         (lambda d: d["machine"].update(threads="4"), r"it is damaged \(ValueError: '4' is no int in range\)"),
         (lambda d: d["machine"].update(threads=True), r"it is damaged \(ValueError: True is no int"),
@@ -105,6 +105,8 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
         (lambda d: d["times_us"][0]["sparse"].update({"8": [1, 2, float("inf")]}), "inf is no number above 0"),
         (lambda d: d["times_us"][0]["sparse"].update({"8": "abc"}), "'a' is no number above 0"),
         (lambda d: d.update(read_gb_per_s=None), "None is no number above 0"),
+        (lambda d: d.pop("training_break_even"), r"it is damaged \(KeyError: 'training_break_even'\)"),
+        (lambda d: d["training_break_even"].update(float32=0), "0 is no number above 0"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(change: Callable[[dict[str, Any]], object], sentence: str) -> None:
@@ -118,7 +120,7 @@ def test_a_damaged_file_is_named(change: Callable[[dict[str, Any]], object], sen
     assert found is None or found.source.startswith("shipped with the package")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{", b"[" * 100_000, b'{"schema": 2}'])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{", b"[" * 100_000, b'{"schema": 3}'])
 def test_garbage_is_ignored_with_one_warning(content: bytes) -> None:
     path(HERE).parent.mkdir(parents=True)
     path(HERE).write_bytes(content)
@@ -208,7 +210,7 @@ def test_calls_work_whatever_the_file_says() -> None:
     generator = torch.Generator().manual_seed(0)
     x, *weights = (torch.randn(n, 16, generator=generator) for n in (40, 32, 32, 32))
     expected = sparsemlp.gated_mlp(x, *weights, backend="reference")
-    for content in ("{", '{"schema": 9}', json.dumps({"schema": 2, "machine": []})):
+    for content in ("{", '{"schema": 9}', json.dumps({"schema": 3, "machine": []})):
         file.write_text(content)
         profile._warn.cache_clear()
         decide.forget()

@@ -116,7 +116,7 @@ def test_a_hopeless_route_is_not_timed_further(monkeypatch: pytest.MonkeyPatch) 
     (times,) = tune.tune(0.0, [(16, 48)]).times
     assert list(times.pytorch) == [1, 2]
     assert max(t for route, t, _ in clock.cells if route == "pytorch") == 2
-    one = profile.Profile(host.this(), "", 1.0, (times,))
+    one = profile.Profile(host.this(), "", 1.0, (times,), {})
     assert seconds(one, Problem(512, 16, 48, "float32", "gated"), "pytorch", 1) == pytest.approx(5.12)
     assert choose(one, Problem(512, 16, 48, "float32", "gated")).route(1.0) == "dense"
 
@@ -127,7 +127,7 @@ def test_a_slow_route_that_does_not_grow_is_timed_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tune, "KINDS", ((torch.float32, False),))
     (times,) = tune.tune(0.0, [(16, 48)]).times
     assert max(times.pytorch) == 512
-    one = profile.Profile(host.this(), "", 1.0, (times,))
+    one = profile.Profile(host.this(), "", 1.0, (times,), {})
     assert choose(one, Problem(512, 16, 48, "float32", "gated")).otherwise == "pytorch"
 
 
@@ -220,7 +220,9 @@ def test_a_busy_machine_is_mentioned(
 
 def test_the_summary_says_what_follows() -> None:
     text = tune.summary(flat(sparse=(10.0, 200.0, 300.0), dense=5.0, pytorch=6.0, kinds=("float32",)))
-    last = text.splitlines()[-1].split()
+    *_, last, training = text.splitlines()
+    assert training == "training by lists below a density of 40% (float32), 30% (bfloat16)"
+    last = last.split()
     assert last[:3] == ["float32", "64", "100"]
     assert "dense" in last
     assert "up to 32 tokens" in text

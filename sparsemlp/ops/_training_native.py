@@ -5,7 +5,9 @@ Every call counts the entries that are not zero and takes the way that is faster
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,11 +19,11 @@ from sparsemlp._layout import float32_run, with_rows
 from sparsemlp.ops._products import hidden
 from sparsemlp.reference.gated_mlp import gemm_bias, kept_entries
 from sparsemlp.reference.training import GATED_WANTED, WANTED, names_of
+from sparsemlp.router import training
 
-__all__ = ["BREAK_EVEN", "gated_mlp_bwd", "gated_mlp_fwd", "mlp_bwd", "mlp_fwd"]
+__all__ = ["break_even", "forced", "gated_mlp_bwd", "gated_mlp_fwd", "mlp_bwd", "mlp_fwd", "output"]
 
-BREAK_EVEN = {torch.float32: 0.25, torch.bfloat16: 0.12, torch.float16: 0.12}
-"""Density of entries below which products by lists are faster than PyTorch's, by x's dtype."""
+_forced: list[float] = []
 
 _LIVING = 0.9
 """Share of neurons that must live for the others to be worth no copy of the weights without them."""
@@ -55,6 +57,21 @@ _masks = torch.ops.sparsemlp._train_masks_native.default
 _by_lists = torch.ops.sparsemlp._train_forward_native.default
 _by_lists_bwd = torch.ops.sparsemlp._train_backward_native.default
 _entries = torch.ops.sparsemlp._train_entries_native.default
+
+
+@contextlib.contextmanager
+def forced(break_even: float) -> Iterator[None]:
+    """In the block every call goes by lists below this density, whatever the machine is: inf always, 0 never."""
+    _forced.append(break_even)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def break_even(dtype: torch.dtype) -> float:
+    """Density of entries below which products by lists are faster than PyTorch's."""
+    return _forced[-1] if _forced else training.break_even(dtype)
 
 
 class Stored(NamedTuple):
@@ -108,12 +125,13 @@ class Pattern(NamedTuple):
         """Whether products by lists of `entries` are faster than dense ones of the living neurons."""
         if self.bits.numel() == 0 < self.size or entries >= _MOST_ENTRIES:
             return False
-        return entries * living.numel() < BREAK_EVEN[dtype] * self.size * int(living.sum())
+        limit = break_even(dtype)
+        return limit == math.inf or entries * living.numel() < limit * self.size * int(living.sum())
 
 
 def _pattern(stored: Stored, *, whole: bool = False) -> Pattern:
     """The pattern of what is stored; with `whole`, its bits whatever the density."""
-    enough = math.inf if whole else _SURELY * BREAK_EVEN[stored.pre.dtype]
+    enough = math.inf if whole else _SURELY * break_even(stored.pre.dtype)
     bits, counts, living = _masks(*stored, enough, _native.isa())
     active, moving, both = counts.tolist()
     return Pattern(bits, stored.pre.numel(), living, active, moving, both)
@@ -152,6 +170,11 @@ def mlp_fwd(
     pre = F.linear(x, w_in, b_in)
     stored = _stored(pre, None, threshold, token_scale, skipped_mean, activation_params, activation, "gate")
     return _output(stored, w_out_t, b_out, skipped_out), pre
+
+
+def output(pre: Tensor, w_out_t: Tensor, threshold: Tensor, activation: str) -> Tensor:
+    """What `mlp_fwd` does after its dense product, without what is optional."""
+    return _output(_stored(pre, None, threshold, None, None, None, activation, "gate"), w_out_t, None, None)
 
 
 def gated_mlp_fwd(

@@ -11,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparsemlp.router.host import Host
 
 __all__ = ["SCHEMA", "SHIPPED", "Profile", "ProfileError", "Times", "find", "folder", "load", "path", "save"]
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the file; a file with another one is not read."""
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -66,6 +66,7 @@ class Profile:
         host: what they were measured on. date: when (UTC, YYYY-MM-DD).
         read_gb_per_s: memory read by all threads.
         times: by kind and size.
+        training: by dtype, the density of entries below which a training step's products are faster by lists of them.
         source: where this came from, in words; not in the file.
     """
 
@@ -73,6 +74,7 @@ class Profile:
     date: str
     read_gb_per_s: float
     times: tuple[Times, ...]
+    training: Mapping[str, float]
     source: str = ""
 
     def of(self, kind: str) -> tuple[Times, ...]:
@@ -99,6 +101,7 @@ def save(profile: Profile, file: Path) -> None:
         "machine": asdict(profile.host),
         "date": profile.date,
         "read_gb_per_s": _digits(profile.read_gb_per_s),
+        "training_break_even": {dtype: _digits(v) for dtype, v in profile.training.items()},
         "times_us": [
             {
                 "kind": t.kind,
@@ -139,7 +142,10 @@ def load(file: Path, source: str) -> Profile:
         times = tuple(_times(row) for row in document["times_us"])
         if not times:
             raise ValueError("it holds no times")
-        return Profile(host, str(document["date"]), _number(document["read_gb_per_s"]), times, source)
+        training = {dtype: _number(v) for dtype, v in document["training_break_even"].items()}
+        return Profile(
+            host, str(document["date"]), _number(document["read_gb_per_s"]), times, training, source
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProfileError(f"it is damaged ({type(error).__name__}: {error})") from None
 
@@ -203,13 +209,8 @@ def _shipped(isa: str) -> Profile | None:
     except (ProfileError, OSError) as error:
         warnings.warn(f"{file} cannot be used: {error}; reinstall the package, or {_ADVICE}", stacklevel=2)
         return None
-    return Profile(
-        found.host,
-        found.date,
-        found.read_gb_per_s,
-        found.times,
-        f"shipped with the package, measured on {found.host} ({found.date}); {_ADVICE}",
-    )
+    source = f"shipped with the package, measured on {found.host} ({found.date}); {_ADVICE}"
+    return replace(found, source=source)
 
 
 def _usable(file: Path, host: Host, *, quiet: bool) -> Profile | None:

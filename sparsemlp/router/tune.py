@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsemlp import _native
 from sparsemlp.activations import IDS
-from sparsemlp.router import host
+from sparsemlp.router import host, training
 from sparsemlp.router.model import CHUNK, Problem, choose, few_tokens, kind_of
 from sparsemlp.router.profile import Profile, Times
 from sparsemlp.screen import sizes_of
@@ -133,7 +133,10 @@ def tune(
                 times.append(_measure(dtype, int8, d, f, seconds * next(shares)))
                 say(f"D {d}, F {f}, {kind_of(dtype, int8)}: {time.perf_counter() - start:.1f} s")
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return Profile(host.this(), date, bandwidth, tuple(times), "measured just now")
+    start = time.perf_counter()
+    limits = training.measured(*shapes[0])
+    say(f"training: {time.perf_counter() - start:.1f} s")
+    return Profile(host.this(), date, bandwidth, tuple(times), limits, "measured just now")
 
 
 def summary(profile: Profile) -> str:
@@ -143,13 +146,16 @@ def summary(profile: Profile) -> str:
         f"{'':<16} {'D':>5} {'F':>6}  skips rows always  below this density at 64, 512 tokens  else",
     ]
     for t in profile.times:
-        one = Profile(profile.host, profile.date, profile.read_gb_per_s, (t,))
+        one = replace(profile, times=(t,))
         many = [choose(one, Problem(tokens, t.d, t.f, t.kind, "gated")) for tokens in (64, 512)]
         densities = ", ".join("always" if c.break_even > 1 else f"{c.break_even:.1%}" for c in many)
         fastest = " and ".join(dict.fromkeys(c.otherwise for c in many))
         few = few_tokens(one, t.kind)
         lines.append(f"{t.kind:<16} {t.d:>5} {t.f:>6}  up to {few:>2} tokens     {densities:<35}  {fastest}")
-    return "\n".join(lines)
+    limits = ", ".join(
+        f"{v:.0%} ({dtype})" if v < 1 else f"100% ({dtype})" for dtype, v in profile.training.items()
+    )
+    return "\n".join([*lines, f"training by lists below a density of {limits}"])
 
 
 def busy() -> float | None:
