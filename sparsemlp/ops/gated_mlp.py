@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparsemlp._layout import has_columns
 from sparsemlp._op import Op, differentiates
@@ -213,6 +214,9 @@ def _with_gradient(
     elif backend != "auto" or not training.is_small(x.shape[0], w_gate):
         out: Tensor = training_op.FORWARD(*tensors[:5], *tensors[6:12], params, *names, backend=backend)[0]
         return out
+    elif (act := training.layer(tensors[4], tensors[7:9], names[0])) is not None:
+        hidden = act(F.linear(x, w_gate, tensors[9])) * F.linear(x, tensors[2], tensors[10])
+        return F.linear(hidden, tensors[3].t(), tensors[11])
     composed: tuple[Any, ...] = (*tensors, *screens, params, *names)
     return reference.differentiable(*composed)
 

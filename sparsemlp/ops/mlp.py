@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparsemlp._op import Op, differentiates
 from sparsemlp.ops import _mlp_native as native
@@ -162,6 +163,8 @@ def _with_gradient(first: Any, rest: Any, params: Tensor | None, activation: str
     elif backend != "auto" or not training.is_small(x.shape[0], w_in):
         out: Tensor = training.FORWARD(*first, *rest[:5], params, activation, backend=backend)[0]
         return out
+    elif (act := training.layer(first[3], rest[1:3], activation)) is not None:
+        return F.linear(act(F.linear(x, w_in, rest[3])), first[2].t(), rest[4])
     composed: tuple[Any, ...] = (*first, *rest, params, activation)
     return reference.differentiable(*composed)
 

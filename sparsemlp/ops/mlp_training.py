@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparsemlp._op import Op, differentiates, transformed
 from sparsemlp.ops._backends import compiled_and_triton
@@ -21,13 +23,23 @@ __all__ = [
     "composed",
     "empty_gradient",
     "is_small",
+    "layer",
     "needs_composition",
     "summed",
 ]
 
 _FEW_TOKENS = 64
-_SMALL = 2**26
-"""T·D·F below which an operator's cost in autograd (0.1 to 0.4 ms a call) is more than it saves."""
+_SMALL = 2**28
+"""T·D·F below which an operator's cost in autograd (0.3 ms a forward and backward pass) may be more than it saves."""
+
+_LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "identity": lambda p: p,
+}
+"""PyTorch's own layers that round once in every dtype."""
 
 _HINT = "differentiate sparsemlp.mlp with create_graph=True"
 
@@ -71,6 +83,22 @@ def _composition(tensors: Sequence[Any], activation: str) -> Tensor:
 def is_small(tokens: int, w: Tensor) -> bool:
     """Whether a call with a weight (F, D) is left to PyTorch's own layers, whose autograd is C++."""
     return tokens < _FEW_TOKENS or tokens * w.numel() < _SMALL
+
+
+def layer(
+    threshold: Tensor, means: Sequence[Tensor | None], activation: str
+) -> Callable[[Tensor], Tensor] | None:
+    """φ as PyTorch's own layer where the MLP is dense: at threshold 0, whose value is looked at, without any means."""
+    if any(mean is not None for mean in means) or threshold.dim() != 0:
+        return None
+    if (
+        torch.compiler.is_compiling()
+        or threshold.device.type != "cpu"
+        or transformed()
+        or threshold.item() != 0
+    ):
+        return None
+    return _LAYERS.get(activation)
 
 
 def needs_composition(w: Tensor, params: Tensor | None) -> bool:
