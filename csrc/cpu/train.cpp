@@ -269,7 +269,7 @@ std::tuple<Tensor, Tensor> entries(Tensor grad_hidden, Tensor pre, OptionalTenso
     const auto room = [&](bool wanted) {
         return torch::stable::empty(wanted ? std::vector<int64_t>{s.tokens, s.neurons} : std::vector<int64_t>{0}, type);
     };
-    const Tensor grad_up = room(s.up != nullptr), h = room(hidden);
+    const Tensor grad_up = room(up.has_value()), h = room(hidden);
     EntriesCall call{s, grad_hidden.const_data_ptr(), grad_hidden.mutable_data_ptr(),
                      s.up != nullptr ? grad_up.mutable_data_ptr() : nullptr, hidden ? h.mutable_data_ptr() : nullptr};
     const TrainKernels& kernel = train_kernels(isa, dtype_of(pre));

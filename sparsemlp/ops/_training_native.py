@@ -200,6 +200,9 @@ def gated_mlp_fwd(
 
 
 def _output(stored: Stored, w_t: Tensor, b: Tensor | None, skipped_out: Tensor | None) -> Tensor:
+    if stored.pre.numel() == 0 or w_t.numel() == 0:
+        bias = gemm_bias(b, skipped_out, w_t.dtype)
+        return F.linear(stored.pre, w_t.t(), bias)
     pattern = _pattern(stored)
     if not pattern.by_lists(pattern.active, pattern.living[0], w_t.dtype):
         h, w = _hidden(stored), w_t
@@ -298,6 +301,8 @@ class Operands(NamedTuple):
 
 def _backward(stored: Stored, operands: Operands, names: set[str]) -> dict[str, Tensor]:
     """The gradients of `names`, each by what is faster at the density of the pattern that it follows."""
+    if stored.pre.numel() == 0 or operands.x.numel() == 0:
+        return _dense_products(stored, operands, names)
     pattern, dtype = _pattern(stored), operands.x.dtype
     active = pattern.by_lists(pattern.active, pattern.living[0], dtype)
     moving = pattern.by_lists(pattern.moving, pattern.living[1], dtype)
