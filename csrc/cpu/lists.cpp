@@ -90,4 +90,17 @@ EntryLists transposed(const EntryLists& lists, const std::vector<Moved>& values)
     return out;
 }
 
+std::vector<int64_t> shares_of(const EntryLists& lists, int64_t shares) {
+    constexpr int64_t kRow = 8; // an empty row takes time, too
+    std::vector<int64_t> before(lists.rows + 1, 0), edges(shares + 1, lists.rows);
+    for (int64_t r = 0; r < lists.rows; ++r) {
+        before[r + 1] = before[r] + kRow;
+        for (int64_t b = 0; b < lists.blocks; ++b)
+            before[r + 1] += lists.start[b * lists.rows + r + 1] - lists.start[b * lists.rows + r];
+    }
+    for (int64_t s = 0; s < shares; ++s)
+        edges[s] = std::lower_bound(before.begin(), before.end(), before.back() / shares * s) - before.begin();
+    return edges;
+}
+
 } // namespace sparsemlp

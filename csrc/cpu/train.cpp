@@ -48,10 +48,20 @@ Term term(const EntryLists& lists, const Tensor& values, const Tensor& w, const 
 Tensor gathered(const TrainKernels& kernel, const EntryLists& lists, GatherCall call, ScalarType type) {
     const Tensor out = torch::stable::empty({lists.rows, call.width}, type);
     call.out = out.mutable_data_ptr();
-    const Tensor scratch = torch::stable::empty({lists.rows * kGatherMost}, ScalarType::Float);
-    float* held = static_cast<float*>(scratch.mutable_data_ptr());
-    each_share(lists, [&](int64_t, int64_t begin, int64_t end) {
-        kernel.gather(call, begin, end, held + begin * kGatherMost);
+    // A task is a tile of columns and a share of the rows. Whole columns, if there are enough: then a slab is copied
+    // once.
+    const int64_t tiles = kernel.tiles(call.width), threads = torch::stable::get_num_threads();
+    int64_t shares = 1;
+    while (shares < threads && tiles * shares % threads != 0 && tiles * shares < 4 * threads)
+        ++shares;
+    const std::vector<int64_t> edges = shares_of(lists, shares);
+    torch::stable::parallel_for(0, tiles * shares, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t first = edges[task % shares], last = edges[task % shares + 1];
+            const Tensor scratch =
+                torch::stable::empty({kSlabFloats + (last - first) * kGatherMost}, ScalarType::Float);
+            kernel.gather(call, task / shares, first, last, static_cast<float*>(scratch.mutable_data_ptr()));
+        }
     });
     return out;
 }
@@ -94,7 +104,14 @@ Tensor dots(const TrainKernels& kernel, const EntryLists& lists, const Tensor& g
     call.w = rows(w_out_t, "w_out_t", lists.columns, call.width, grad.scalar_type(), &call.stride);
     if (call.width == 0)
         std::fill_n(call.out, lists.count(), 0.f);
-    each_share(lists, [&](int64_t, int64_t begin, int64_t end) { kernel.dots(call, begin, end); });
+    const int64_t shares = torch::stable::get_num_threads();
+    const std::vector<int64_t> edges = shares_of(lists, shares);
+    const Tensor scratch = torch::stable::empty({shares * kSlabFloats}, ScalarType::Float);
+    float* slabs = static_cast<float*>(scratch.mutable_data_ptr());
+    torch::stable::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s)
+            kernel.dots(call, edges[s], edges[s + 1], slabs + s * kSlabFloats);
+    });
     return out;
 }
 

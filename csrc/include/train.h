@@ -5,9 +5,11 @@
 
 namespace sparsemlp {
 
-// Columns of a list's block: the rows that its entries name, a tile of columns at a time, stay in the second cache
-// level (1,024 rows of 512 bytes). A sum of products is closed after every block.
+// Columns of a list's block: the rows that its entries name, a tile of columns at a time (a slab), stay in the second
+// cache level. A sum of products is closed after every block.
 constexpr int64_t kListBlock = 1024;
+constexpr int64_t kSlabBytes = 512; // of a row, at most
+constexpr int64_t kSlabFloats = kListBlock * kSlabBytes / 4;
 
 // Stored p and u, [T, F] contiguous, and the rule: what the patterns are made from. u is null for an ungated MLP.
 struct Stored {
@@ -21,9 +23,12 @@ inline int64_t words_of(int64_t neurons) { return (neurons + 63) / 64; }
 
 // Which entries of each row there are, by blocks of columns.
 struct Lists {
-    int64_t rows, blocks;
+    int64_t rows, columns, blocks;
     const int64_t* start; // [blocks * rows + 1]: the entries of block b and row r begin at start[b * rows + r]
     const int32_t* index; // the entries' columns
+    int64_t width(int64_t block) const {
+        return columns - block * kListBlock < kListBlock ? columns - block * kListBlock : kListBlock;
+    }
 };
 
 // out[r] += Σ over the list's entries of row r: values[e] · w[index[e]].
@@ -69,9 +74,12 @@ struct TrainKernels {
     // out[i] = a[i] · b[i], rounded.
     void (*multiply)(const float* a, const float* b, int64_t n, void* out);
     float (*total)(const void* values, int64_t n);
-    // Rows [begin, end) with scratch for kGatherMost floats a row.
-    void (*gather)(const GatherCall&, int64_t begin, int64_t end, float* scratch);
-    void (*dots)(const DotsCall&, int64_t begin, int64_t end);
+    // How many tiles so many columns are.
+    int64_t (*tiles)(int64_t width);
+    // A tile of rows [begin, end), with scratch for a slab and kGatherMost floats a row.
+    void (*gather)(const GatherCall&, int64_t tile, int64_t begin, int64_t end, float* scratch);
+    // Rows [begin, end), with scratch for a slab.
+    void (*dots)(const DotsCall&, int64_t begin, int64_t end, float* scratch);
     void (*entries)(const EntriesCall&, int64_t begin, int64_t end);
 };
 
