@@ -15,7 +15,7 @@ import sparsemlp
 from sparsemlp import _native
 from sparsemlp.nn import SparseGatedMLP
 from sparsemlp.ops.gated_mlp import OP
-from sparsemlp.router import Explanation, decide, explain_calls
+from sparsemlp.router import Explanation, decide, explain_calls, training
 from tests.router_profiles import flat, forced, using
 
 LIBRARY = pytest.mark.skipif(_native.problem() is not None, reason=f"native: {_native.problem()}")
@@ -169,6 +169,15 @@ def test_the_reference_and_why_nobody_else() -> None:
     named = gated(3, backend="reference")
     assert named.route == "reference"
     assert named.why == "the call asks for backend='reference', which never falls back"
+
+
+def test_a_training_step_says_when_lists_are_taken() -> None:
+    x, w = torch.empty(512, 512), torch.empty(1024, 512, requires_grad=True)
+    found = sparsemlp.explain(sparsemlp.mlp, x, w, w)
+    assert (found.operator, found.route) == ("mlp_fwd", "native")
+    limit = training.break_even(torch.float32)
+    assert f"by lists of entries below a density of {100 * limit:.3g} %, counted in every call" in found.why
+    assert "whatever their density" in sparsemlp.explain(sparsemlp.mlp, x.half(), w.half(), w.half()).why
 
 
 def test_the_differentiable_composition() -> None:

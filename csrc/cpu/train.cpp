@@ -160,76 +160,80 @@ struct Backward {
     const OptionalTensor& w_up;
     ScalarType type;
     int64_t wanted, width;
+    const uint64_t* first; // bits, those of active entries
     std::vector<Tensor> made;
 
     bool asks(int64_t what) const { return (wanted >> what & 1) != 0; }
     bool asks_up() const { return s.up != nullptr && (asks(kX) || asks(kUp) || asks(kUpBias)); }
     bool asks_moving() const { return asks(kX) || asks(kGate) || asks(kGateBias); }
-    int64_t bytes() const { return type == ScalarType::Float ? 4 : 2; }
-    Tensor room(const Tensor& like) const { return torch::stable::empty({like.numel()}, like.scalar_type()); }
 
-    // The moving entries' ∂ℓ/∂p and the active ones' h and ∂ℓ/∂u; one list where they are the same.
-    void run(const uint64_t* bits, bool same) {
-        const bool active = asks(kOut) || asks(kMean) || asks_up();
-        const uint64_t* moving_bits = bits + s.tokens * words_of(s.neurons);
-        std::optional<Valued> a, d;
-        if (active || (same && asks_moving()))
-            a = valued(kernel, s, lists_of(bits, s.tokens, s.neurons), type, asks(kOut), same && asks_moving(),
-                       asks_up());
-        if (!same && asks_moving())
-            d = valued(kernel, s, lists_of(moving_bits, s.tokens, s.neurons), type, false, true, false);
-        std::optional<Tensor> dots_a;
-        if (a.has_value() && (asks(kMean) || asks_up() || (same && asks_moving())))
-            dots_a = dots(kernel, a->lists, grad, w_out_t);
-        std::optional<Tensor> to_up, to_pre;
-        if (asks_up())
-            to_up = multiplied(kernel, *dots_a, a->by_up, type);
-        if (asks_moving())
-            to_pre = same ? multiplied(kernel, *dots_a, a->by_pre, type)
-                          : multiplied(kernel, dots(kernel, d->lists, grad, w_out_t), d->by_pre, type);
-        const EntryLists* moving = !asks_moving() ? nullptr : same ? &a->lists : &d->lists;
+    // What is known of a list's entries; its parts are let go as soon as they are used.
+    struct Known {
+        EntryLists lists;
+        std::optional<Tensor> hidden, to_pre, to_up, dots;
+    };
+
+    // The active entries' h and ∂ℓ/∂u and the moving ones' ∂ℓ/∂p; in one list where they are the same.
+    void run(bool same) {
+        const bool active = asks(kOut) || asks(kMean) || asks_up(), moving = asks_moving();
+        const uint64_t* moving_bits = first + s.tokens * words_of(s.neurons);
+        std::optional<Known> a, d;
+        if (active || (same && moving))
+            a = known(first, asks(kOut), same && moving, asks_up());
+        if (!same && moving)
+            d = known(moving_bits, false, true, false);
+        Known* moves = !moving ? nullptr : same ? &*a : &*d;
         if (asks(kX))
-            by_token(*moving, *to_pre, a.has_value() ? &a->lists : nullptr, to_up);
-        if (same || !asks_moving())
-            by_neuron(a.has_value() ? &a->lists : nullptr, asks(kOut) ? &a->hidden : nullptr, to_up, to_pre, dots_a);
-        else {
-            by_neuron(a.has_value() ? &a->lists : nullptr, asks(kOut) ? &a->hidden : nullptr, to_up, {}, dots_a);
-            by_neuron(moving, nullptr, {}, to_pre, {});
-        }
+            by_token(*moves, asks_up() ? &*a : nullptr);
+        if (a.has_value())
+            by_neuron(std::move(*a));
+        if (d.has_value())
+            by_neuron(std::move(*d));
     }
 
-    void by_token(const EntryLists& moving, const Tensor& to_pre, const EntryLists* active,
-                  const std::optional<Tensor>& to_up) {
+    Known known(const uint64_t* bits, bool hidden, bool pre, bool up) const {
+        Valued v = valued(kernel, s, lists_of(bits, s.tokens, s.neurons), type, hidden, pre, up);
+        Known k{std::move(v.lists), {}, {}, {}, {}};
+        if (hidden)
+            k.hidden = v.hidden;
+        if (pre || up || asks(kMean))
+            k.dots = dots(kernel, k.lists, grad, w_out_t);
+        if (pre)
+            k.to_pre = multiplied(kernel, *k.dots, v.by_pre, type);
+        if (up)
+            k.to_up = multiplied(kernel, *k.dots, v.by_up, type);
+        if (!asks(kMean) || bits != first)
+            k.dots.reset();
+        return k;
+    }
+
+    void by_token(const Known& moving, const Known* active) {
         GatherCall call{};
         call.width = width;
-        call.terms[call.count++] = term(moving, to_pre, w_gate, "w_gate", width);
-        if (to_up.has_value())
-            call.terms[call.count++] = term(*active, *to_up, *w_up, "w_up", width);
-        made[kX] = gathered(kernel, moving, call, type);
+        call.terms[call.count++] = term(moving.lists, *moving.to_pre, w_gate, "w_gate", width);
+        if (active != nullptr)
+            call.terms[call.count++] = term(active->lists, *active->to_up, *w_up, "w_up", width);
+        made[kX] = gathered(kernel, moving.lists, call, type);
     }
 
-    void by_neuron(const EntryLists* lists, const Tensor* hidden, const std::optional<Tensor>& to_up,
-                   const std::optional<Tensor>& to_pre, const std::optional<Tensor>& dots) {
+    void by_neuron(Known k) {
         std::vector<Moved> moves;
-        std::vector<Tensor> kept;
-        const auto moved = [&](const Tensor* from) -> Tensor {
-            kept.push_back(room(*from));
-            const int64_t size = from->scalar_type() == ScalarType::Float ? 4 : 2;
-            moves.push_back({from->const_data_ptr(), kept.back().mutable_data_ptr(), size});
-            return kept.back();
+        const auto moved = [&](std::optional<Tensor>& values, bool wanted) {
+            if (!values.has_value() || !wanted) {
+                values.reset();
+                return std::optional<Tensor>{};
+            }
+            const Tensor to = torch::stable::empty({values->numel()}, values->scalar_type());
+            moves.push_back({values->const_data_ptr(), to.mutable_data_ptr(),
+                             values->scalar_type() == ScalarType::Float ? int64_t{4} : int64_t{2}});
+            return std::optional<Tensor>{to};
         };
-        std::optional<Tensor> h, up, pre, mean;
-        if (hidden != nullptr)
-            h = moved(hidden);
-        if (to_up.has_value() && (asks(kUp) || asks(kUpBias)))
-            up = moved(&*to_up);
-        if (to_pre.has_value() && (asks(kGate) || asks(kGateBias)))
-            pre = moved(&*to_pre);
-        if (dots.has_value() && asks(kMean))
-            mean = moved(&*dots);
+        const auto h = moved(k.hidden, asks(kOut)), up = moved(k.to_up, asks(kUp) || asks(kUpBias));
+        const auto pre = moved(k.to_pre, asks(kGate) || asks(kGateBias)), mean = moved(k.dots, asks(kMean));
         if (moves.empty())
             return;
-        const EntryLists columns = transposed(*lists, moves);
+        const EntryLists columns = transposed(k.lists, moves);
+        k = Known{{0, 0, 0, {}, columns.index}, {}, {}, {}, {}};
         const auto product = [&](int64_t what, const std::optional<Tensor>& values, const Tensor& w, const char* name) {
             if (values.has_value() && asks(what))
                 made[what] = gathered(kernel, columns, term(columns, *values, w, name, width), width, type);
@@ -268,8 +272,9 @@ Gradients backward(Tensor bits, bool same, Tensor grad, Tensor x, Tensor w_gate,
                   type,
                   wanted,
                   x.size(1),
+                  bits_of(bits, s),
                   {none, none, none, none, none, none, no_mean}};
-    work.run(bits_of(bits, s), same);
+    work.run(same);
     auto& made = work.made;
     return {made[kX], made[kGate], made[kUp], made[kOut], made[kGateBias], made[kUpBias], made[kMean]};
 }

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsemlp._op import Op
-from sparsemlp.router import decide
+from sparsemlp.router import decide, training
 from sparsemlp.router.model import CHUNK, MARGIN, ROUTES, seconds
 
 __all__ = ["Explanation", "explain", "explain_calls"]
@@ -194,6 +194,10 @@ def _unrouted(
         why = "no backend computes this call"
     else:
         why = f"the first backend without a reason against a call on {device}"
+    if route == "native" and op.name.endswith("mlp_fwd"):
+        limit = training.break_even(args[0].dtype)
+        density = "whatever their density" if limit >= 1 else f"below a density of {100 * limit:.3g} %"
+        why += f"; a gradient is wanted: products go by lists of entries {density}, counted in every call"
     free = "has no derivative" if route == "differentiable" else "not asked for"
     others = _other_backends(op, args, route, reasons, free)
     x = args[0]
