@@ -165,8 +165,8 @@ class Op:
             return self.overload(*args, backend)
         return self._run(*args, backend)
 
-    def function(self) -> type[torch.autograd.Function]:
-        """The operator as a `torch.autograd.Function` of the same derivative; `apply(*args, backend)`."""
+    def function(self, name: str) -> type[torch.autograd.Function]:
+        """The operator as a `torch.autograd.Function` of that name, of the same derivative; `apply(*args, backend)`."""
         assert self._derivative is not None, f"{self.name} has no derivative"
         setup_context, backward = self._derivative
         members = {
@@ -174,7 +174,6 @@ class Op:
             "setup_context": staticmethod(setup_context),
             "backward": staticmethod(backward),
         }
-        name = "".join(part.capitalize() for part in self.name.split("_")) + "Function"
         return type(name, (torch.autograd.Function,), members)
 
     @property

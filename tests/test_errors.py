@@ -320,15 +320,22 @@ def test_legal_thresholds(threshold: Any, tokens: int, backend: str) -> None:
 
 
 def test_a_backend_without_derivative_says_so() -> None:
+    """Of what only the differentiable composition has: parameters of φ, int8 weights, input thresholds, transforms."""
     message = (
         r"backend is 'native', which has no derivative, and an input requires grad \(or torch\.func transforms it\); "
         r".*torch\.no_grad\(\)"
     )
-    for name in ("x", "w_gate", "w_up", "w_down_t"):
-        raises(message, backend="native", **{name: arguments()[name].requires_grad_(True)})
+    leaf = arguments()["x"].requires_grad_(True)
+    raises(message, backend="native", activation="mix", activation_params=torch.ones(1, requires_grad=True))
+    raises(message, backend="native", x=leaf, input_threshold=0.5)
+    weights = {name: torch.ones(F, D, dtype=torch.int8) for name in ("w_gate", "w_up", "w_down_t")}
+    scales = {"scale_gate": torch.ones(F), "scale_up": torch.ones(F), "scale_down": torch.ones(D)}
+    raises(message, backend="native", x=leaf, **weights, **scales)
+    with pytest.raises(ValueError, match=message):
+        torch.func.grad(lambda x: call(backend="native", x=x).sum())(arguments()["x"])
     # without a compiled library that is the error here
     with torch.no_grad(), contextlib.suppress(sparsemlp.BackendUnavailableError):
-        call(backend="native", x=torch.randn(T, D, requires_grad=True))
+        call(backend="native", x=leaf)
 
 
 def test_an_explicit_backend_never_falls_back() -> None:

@@ -263,15 +263,19 @@ def test_legal_thresholds(threshold: Any, tokens: int, backend: str) -> None:
 
 
 def test_a_backend_without_derivative_says_so() -> None:
+    """Of what only the differentiable composition has: parameters of φ, int8 weights, transforms."""
     message = (
         r"backend is 'native', which has no derivative, and an input requires grad \(or torch\.func transforms it\); "
         r".*torch\.no_grad\(\)"
     )
-    for name in ("x", "w_in", "w_out_t"):
-        raises(message, backend="native", **{name: arguments()[name].requires_grad_(True)})
+    leaf = torch.randn(T, D, requires_grad=True)
+    raises(message, backend="native", activation="mix", activation_params=torch.ones(1, requires_grad=True))
+    raises(message, backend="native", **int8(x=leaf))
+    with pytest.raises(ValueError, match=message):
+        torch.func.grad(lambda x: sparsemlp.mlp(**arguments(x=x), backend="native").sum())(leaf.detach())
     # without a compiled library that is the error here
     with torch.no_grad(), contextlib.suppress(sparsemlp.BackendUnavailableError):
-        sparsemlp.mlp(**arguments(x=torch.randn(T, D, requires_grad=True)), backend="native")
+        sparsemlp.mlp(**arguments(x=leaf), backend="native")
 
 
 def test_an_explicit_backend_never_falls_back() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from sparsemlp import activations
+from sparsemlp import BackendUnavailableError, activations
 from sparsemlp.nn import SparseGatedMLP, SparseMLP
 from sparsemlp.testing import assert_within_budget
 from tests.gated_mlp_modules import Separate
@@ -369,8 +369,8 @@ def test_bad_backend_and_parameters():
         SparseMLP.from_dense(Plain(), activation="fatrelu")
     with pytest.raises(ValueError, match=r"^quantize is 'int4', expected None or 'int8'"):
         SparseMLP.from_dense(Plain(), quantize="int4")
-    with pytest.raises(ValueError, match="backend is 'native', which has no derivative"):
-        SparseMLP.from_dense(Plain(), backend="native")(torch.randn(1, D))
+    with pytest.raises(BackendUnavailableError, match="mlp_fwd: backend 'native' cannot compute this call"):
+        SparseMLP.from_dense(Plain(), backend="native").double()(torch.randn(1, D, dtype=torch.float64))
 
 
 def test_shape_and_threshold_of_a_printed_module():

@@ -181,12 +181,13 @@ def test_forward_mode_and_vmap(backend: str) -> None:
     torch.testing.assert_close(batched.reshape(3, 5), run(sample.x))
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_skipped_row_counts_as_not_read(backend: str) -> None:
-    """In the differentiable form it reaches the output, as in the dense MLP."""
+def test_a_skipped_row_counts_as_not_read() -> None:
+    """In the differentiable composition, which "auto" takes for small calls, it reaches the output, as in the dense MLP;
+    in the hand-written pair it does not."""
     sample = build(Case("unread", tokens=3, density="neurons"), torch.float32)
     sample.threshold[33] = torch.inf
     sample.w_out_t[33] = torch.inf
-    assert sample.run(sparsemlp.mlp, backend=backend).isfinite().all()
-    x = sample.x.clone().requires_grad_(True)
-    assert replace(sample, x=x).run(sparsemlp.mlp, backend=backend).isnan().all()
+    assert sample.run(sparsemlp.mlp, backend="auto").isfinite().all()
+    trained = replace(sample, x=sample.x.clone().requires_grad_(True))
+    assert trained.run(sparsemlp.mlp, backend="auto").isnan().all()
+    assert trained.run(sparsemlp.mlp, backend="reference").isfinite().all()

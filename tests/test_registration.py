@@ -114,7 +114,7 @@ def test_backward_of_the_raw_operator_raises(op: Mlp, backend: str) -> None:
     sample.x.requires_grad_(True)
     out = op.op.overload(*raw(op.op, sample, backend))
     assert out.requires_grad
-    with pytest.raises(RuntimeError, match=rf"sparsemlp::{op} has no derivative; call sparsemlp\.{op} with"):
+    with pytest.raises(RuntimeError, match=rf"sparsemlp::{op} has no derivative; call sparsemlp\.{op} to"):
         out.sum().backward()
 
 
@@ -198,7 +198,7 @@ def test_compile_keeps_the_explicit_backend(op: Mlp) -> None:
 
 @EVERY_MLP
 def test_compile_with_gradients(op: Mlp) -> None:
-    """Under grad the differentiable composition is traced, and its gradients are eager's."""
+    """Small calls under grad: the differentiable composition is traced, and its gradients are eager's."""
     sample = op.sample("trained", d=16, f=24)
     layer = Layer(op, sample, "auto")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

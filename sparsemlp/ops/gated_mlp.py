@@ -63,7 +63,7 @@ OP = Op(
     backends=compiled_and_triton("gated_mlp", "x", "w_gate", further=_stored_by_row),
     castable=(0, 1, 2, 3, 9, 10, 11),
     route=Router(native.ROUTES, weight=3, gated=True),
-    derivative_hint="call sparsemlp.gated_mlp with backend='auto' or 'reference' to differentiate",
+    derivative_hint="call sparsemlp.gated_mlp to differentiate",
 )
 
 
@@ -137,18 +137,21 @@ def gated_mlp(
     Returns:
         (..., D) in x's dtype, contiguous.
 
-    Gradients: where grad mode is on and an input requires grad, "auto" and "reference" compute a differentiable
-        PyTorch composition, whose derivative in the thresholds and the token scale is 0 and in x's path through the
-        gate 0 where x_k is below `input_threshold`; int8 weights have none (and are widened whole); "native" and
-        "triton" raise.
+    Gradients: where grad mode is on and an input requires grad, operators with a derivative compute this call, which
+        leave out what has derivative 0 (docs/training.md); the derivative in the thresholds and the token scale is 0.
+        A differentiable PyTorch composition of the same values does on "auto" for small calls, and on "auto" and
+        "reference" where only it can: gradients of `activation_params`, `torch.func` transforms, `input_threshold`
+        (none flows through the gate to an x_k below it), the screen, int8 weights (which have no derivative and are
+        widened whole); there "native" and "triton" raise.
     Raises:
         ValueError: an argument of the wrong rank, size, dtype, device or stride, a negative or NaN threshold, or an
             unknown activation, indicator or backend; the message names it. The values of a threshold tensor are
             checked by the CPU kernels and the CPU reference only; elsewhere a NaN or negative one keeps the neuron.
         BackendUnavailableError: the backend named cannot compute this call.
     Numerics: float32 accumulation. The native kernels decide on unrounded float32 values; at a given thread count and
-        number of tokens a token's bits do not depend on its batch mates. In the reference, and where "auto" takes
-        PyTorch's GEMMs, p and u are rounded once to x's dtype and decided from there. Which route "auto" takes may
+        number of tokens a token's bits do not depend on its batch mates. In the reference, where "auto" takes
+        PyTorch's GEMMs, and where gradients are wanted, p and u are rounded once to x's dtype and decided from there.
+        Which route "auto" takes may
         change with the density it sees: docs/router.md. Products with int8 weights: docs/int8.md.
         By "screen" the decision is that of the copies and of x in int8 (`sparsemlp.reference.screen`), in float32
         sums; a token with NaN or inf, or a neuron whose copy was made of one, is kept.

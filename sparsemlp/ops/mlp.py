@@ -45,7 +45,7 @@ OP = Op(
     backends=compiled_and_triton("mlp", "x", "w_in"),
     castable=(0, 1, 2, 8, 9),
     route=Router(native.ROUTES, weight=2, gated=False),
-    derivative_hint="call sparsemlp.mlp with backend='auto' or 'reference' to differentiate",
+    derivative_hint="call sparsemlp.mlp to differentiate",
 )
 
 
@@ -100,9 +100,11 @@ def mlp(
     Returns:
         (..., D) in x's dtype, contiguous.
 
-    Gradients: where grad mode is on and an input requires grad, "auto" and "reference" compute a differentiable
-        PyTorch composition, whose derivative in the thresholds and the token scale is 0; int8 weights have none (and
-        are widened whole); "native" and "triton" raise.
+    Gradients: where grad mode is on and an input requires grad, operators with a derivative compute this call, which
+        leave out what has derivative 0 (docs/training.md); the derivative in the thresholds and the token scale is 0.
+        A differentiable PyTorch composition of the same values does on "auto" for small calls, and on "auto" and
+        "reference" where only it can: gradients of `activation_params`, `torch.func` transforms, int8 weights (which
+        have no derivative and are widened whole); there "native" and "triton" raise.
     Raises:
         ValueError: an argument of the wrong rank, size, dtype, device or stride, a negative or NaN threshold, an
             unknown activation or backend, or an `input_threshold`; the message names it. The values of a threshold
@@ -111,11 +113,10 @@ def mlp(
         BackendUnavailableError: the backend named cannot compute this call.
     Numerics: float32 accumulation. The native kernels decide on unrounded float32 values; at a given thread count and
         number of tokens a token's bits do not depend on its batch mates. In the reference, and where "auto" takes
-        PyTorch's GEMMs (docs/router.md), p is rounded once to x's dtype and decided from there. Exact zeros are
-        skipped, so
-        for the ReLU family at threshold 0 the result is the dense MLP's up to summation order. A skipped neuron adds
-        nothing even where its output row holds inf or NaN (in the differentiable composition it does, as in the dense
-        MLP).
+        PyTorch's GEMMs (docs/router.md), p is rounded once to x's dtype and decided from there, likewise wherever
+        gradients are wanted. Exact zeros are skipped, so for the ReLU family at threshold 0 the result is the dense
+        MLP's up to summation order. A skipped neuron adds nothing even where its output row holds inf or NaN (in the
+        differentiable composition it does, as in the dense MLP).
     Source: the threshold on |a| is CATS's (Lee et al.), there for gated MLPs; exact zeros: ReLU Strikes Back (Mirzadeh
         et al.); token scale and mean compensation as in docs/ops/mlp.md.
     """

@@ -1,4 +1,4 @@
-"""Training's reference: a forward that stores what it decides from, and the backward of SPEC's formulas by hand.
+"""Training's reference: a forward that stores what it decides from, and the backward of docs/training.md by hand.
 
 p, and u of a gated MLP, are rounded once to x's dtype and stored; forward and backward both decide from what is stored.
 Source: Peng et al., "A Theoretical Explanation of Activation Sparsity through Flat Minima and Adversarial
