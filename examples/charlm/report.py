@@ -157,7 +157,8 @@ def table(rows: Iterable[Summary]) -> str:
     plain = {r.activation: r for r in rows if r.l1 == 0}
     lines = [
         "| activation | L1 factor | held-out loss, dense / sparse kernels | L1 costs | "
-        "training loss apart, mean / max | density, first → last | ms a step, dense / sparse | × dense [20–80 %] | × dense, last quarter |",
+        "training loss apart, mean / max | density, first → last | ms a step, dense / sparse | "
+        "× dense [20–80 %] | × dense, last quarter |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:
