@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.timing import Timed, trial
 
-__all__ = ["SETTINGS", "Compiled", "compile_dense"]
+__all__ = ["QUIET", "SETTINGS", "Compiled", "compile_dense"]
 
-_QUIET = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
+QUIET = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
 
 Weights = tuple[Tensor, ...]
 Sweep = Callable[[list[Tensor]], list[Tensor]]
@@ -63,7 +63,7 @@ def _build(
     setting: dict[str, bool], dense: Callable[..., Tensor], layers: Sequence[Weights], xs: list[Tensor]
 ) -> Sweep:
     with ExitStack() as stack:
-        patch: AbstractContextManager = torch._inductor.config.patch({**_QUIET, **setting})
+        patch: AbstractContextManager = torch._inductor.config.patch({**QUIET, **setting})
         stack.enter_context(patch)
         if setting.get("freezing"):
             walk = torch.compile(_Walk(dense, layers), dynamic=False)

@@ -75,9 +75,13 @@ def isa() -> str:
     return "none" if _native.problem() else _env.ISA_NAMES[_native.isa()]
 
 
-def backend(op: str, x: torch.Tensor) -> tuple[str, str]:
-    """What `auto` takes for x, and why not something faster: ("native", "") or ("reference", reasons)."""
-    contract = importlib.import_module(f"sparsemlp.ops.{op}").OP
+def backend(op: str, x: torch.Tensor, *, name: str = "OP") -> tuple[str, str]:
+    """What `auto` takes for x, and why not something faster: ("native", "") or ("reference", reasons).
+
+    Args:
+        op: a module of `sparsemlp.ops`, whose contract is called `name`.
+    """
+    contract = getattr(importlib.import_module(f"sparsemlp.ops.{op}"), name)
     reasons: list[str] = []
     for candidate in contract.backends:
         if x.device.type in candidate.unasked:

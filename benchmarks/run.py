@@ -1,6 +1,7 @@
 """Times an operator against sparsity beside its dense peers, and writes a CSV file and a plot.
 
     python -m benchmarks.run --op gated_mlp --shape llama3-8b --dtype bf16 --tokens 1
+    python -m benchmarks.run --op mlp --mode fwdbwd
     python -m benchmarks.run --targets
 
 See docs/benchmarks.md for what is measured and how.
@@ -15,7 +16,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gate, machine, measure, overhead, peers, plot, registry, report, shapes, targets
+from benchmarks import (
+    gate,
+    machine,
+    measure,
+    overhead,
+    peers,
+    plot,
+    registry,
+    report,
+    shapes,
+    targets,
+    training_run,
+)
 from benchmarks.gated_mlp import INDICATORS
 from benchmarks.workload import Workload
 from sparsemlp import activations
@@ -36,6 +49,19 @@ def percentages(text: str) -> tuple[float, ...]:
         ) from None
     if not all(0 <= v < 1 for v in values):
         raise argparse.ArgumentTypeError(f"{text!r} has a value outside 0 ≤ percent < 100")
+    return tuple(values)
+
+
+def _densities(text: str) -> tuple[float, ...]:
+    """Fractions above 0, 100 % among them, from a list of percentages."""
+    try:
+        values = sorted({float(part) / 100 for part in text.split(",")})
+    except ValueError:
+        values = []
+    if not values or not all(0 < v <= 1 for v in values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of percentages 0 < percent ≤ 100 such as 2,10,100"
+        )
     return tuple(values)
 
 
@@ -63,9 +89,27 @@ def _parser() -> argparse.ArgumentParser:
         "--op", default="gated_mlp", choices=tuple(registry.ENTRIES), help="default: %(default)s"
     )
     parser.add_argument("--shape", help="default: the operator's first; " + ", ".join(shapes.SHAPES))
-    parser.add_argument("--dtype", default="bf16", choices=tuple(measure.DTYPES), help="default: %(default)s")
     parser.add_argument(
-        "--tokens", type=_positive, default=1, metavar="T", help="tokens in a call (default: 1)"
+        "--mode",
+        default="forward",
+        choices=("forward", "fwdbwd"),
+        help="fwdbwd: forward and backward of one MLP against density (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(measure.DTYPES), help="default: bf16; with --mode fwdbwd fp32, then bf16"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="T",
+        help=f"tokens in a call (default: 1; with --mode fwdbwd {training_run.TOKENS})",
+    )
+    parser.add_argument(
+        "--density",
+        type=_densities,
+        default=training_run.DENSITIES,
+        metavar="PERCENT,…",
+        help="fwdbwd: percentages of entries that are not 0 (default: 2,5,10,20,50,100)",
     )
     parser.add_argument(
         "--sparsity",
@@ -170,8 +214,8 @@ def _case(args: argparse.Namespace) -> measure.Case:
     return measure.Case(
         entry=entry,
         shape=shape,
-        dtype=args.dtype,
-        tokens=args.tokens,
+        dtype=args.dtype or "bf16",
+        tokens=args.tokens or 1,
         sparsities=args.sparsity,
         activation=activation,
         rounds=args.rounds or (12 if args.quick else 60),
@@ -232,7 +276,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        case, folder = _case(args), _folder(args)
+        folder = _folder(args)
+        if args.mode == "fwdbwd":
+            return training_run.main(args, folder)
+        case = _case(args)
     except ValueError as error:
         parser.error(str(error))
     if args.gate:

@@ -43,6 +43,10 @@ _ROWS = (
     Shape("phi3-mini", 3072, 8192, "silu"),
     Shape("vit-b", 768, 3072, "gelu", "mlp"),
     Shape("opt-1.3b", 2048, 8192, "relu", "mlp"),
+    Shape(
+        "train-mlp", 768, 3072, "relu", "mlp"
+    ),  # ViT-B's sizes with relu: forward and backward are timed on it
+    Shape("train-gated", 768, 3072, "relu"),
     Shape("llama3-8b-up", 4096, 14336, "identity", "linear"),  # also its gate
     Shape("llama3-8b-down", 14336, 4096, "identity", "linear"),
     Shape("llama3-8b-q", 4096, 4096, "identity", "linear"),  # also the attention's output projection

@@ -35,7 +35,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What inference does not need is imported on first use."""
-    if name in ("functional", "nn"):
+    if name in ("functional", "metrics", "nn"):
         return importlib.import_module(f"sparsemlp.{name}")
     if name in ("Plan", "calibrate"):
         from sparsemlp import calibration

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import os
 import re
 import subprocess
@@ -53,9 +55,57 @@ def run(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "train_charlm"),
+    ids=lambda path: path.stem,
+)
 def test_example_runs(path: Path, tmp_path: Path):
     assert run(str(path), cwd=tmp_path).strip()
+
+
+def test_the_training_run_compares_kernels(tmp_path: Path):
+    """The same losses by both kernels, an L1 term that lowers the density, and files that say so."""
+    pytest.importorskip("tqdm", reason="the example shows its progress")
+    script = str(ROOT / "examples" / "train_charlm.py")
+    arguments = "--quick", "--activation", "jsrelu", "--l1", "0,3", "--steps", "5", "--out", "out"
+    out = run(script, *arguments, cwd=tmp_path)
+    with open(tmp_path / "out" / "summary.csv", encoding="utf-8", newline="") as file:
+        plain, l1 = csv.DictReader(file)
+    with open(tmp_path / "out" / "steps.csv", encoding="utf-8", newline="") as file:
+        steps = list(csv.DictReader(file))
+    with open(tmp_path / "out" / "density.csv", encoding="utf-8", newline="") as file:
+        layers = [row["layer"] for row in csv.DictReader(file) if row["run"] == plain["run"]]
+    assert out.count("| `jsrelu` |") == 2
+    assert layers == ["block 0", "block 1"] * 2  # steps 0 and 4
+    assert len(steps) == 2 * 5
+    dense, sparse = ([float(row[f"loss_{kernels}"]) for row in steps[:5]] for kernels in ("dense", "sparse"))
+    moved = min(abs(a - b) for a, b in itertools.pairwise(dense))
+    assert max(abs(a - b) for a, b in zip(dense, sparse, strict=True)) < moved / 10  # one curve
+    assert dense[-1] < dense[0]
+    assert all(float(row["seconds_sparse"]) > 0 for row in steps)
+    assert float(l1["density_end"]) < float(plain["density_end"])
+
+
+def test_the_page_of_the_training_run_shows_the_files():
+    path = ROOT / "docs" / "training_run.md"
+    page = path.read_text(encoding="utf-8")
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from charlm import report as training
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    found = path.with_suffix("") / "summary.csv"
+    if found.is_file():
+        rows = training.read(found, training.Summary)
+        assert training.render(page, rows, "training_run/curves.png") == page
+    row = training.Summary("r", "relu", 0.0, 3, 2.0, 2.5, 0.5, 0.25, ratio=1.5, facts="a machine")
+    text = training.render(page, [row], "")
+    assert "a machine.\n\n| activation |" in text
+    assert "| `relu` | 0 | 2.0000 / 2.5000 | – | – / – | 50.0% → 25.0% |" in text
+    assert training.render(text, [row], "") == text
+    with pytest.raises(ValueError, match="put the marks back"):
+        training.render("no marks", [row], "")
 
 
 def test_the_five_lines_take_a_model_and_a_text(tmp_path: Path):

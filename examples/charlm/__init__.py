@@ -1,0 +1,1 @@
+"""Parts of examples/train_charlm.py: the model, the text, and what is written of a run."""
