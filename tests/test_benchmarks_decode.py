@@ -102,7 +102,7 @@ def test_nothing_is_timed_that_is_computed_wrong(broken: int, monkeypatch: pytes
     monkeypatch.setattr(decode, "interleave", lambda *args: pytest.fail("timed"))
     for mlp in find_mlps(found[broken].model).values():
         mlp.register_forward_hook(lambda m, args, out: out if m.backend == "reference" else 2 * out)
-    with pytest.raises(gate.GateError, match=f"the logits of {found[broken].name} are .* off in norm"):
+    with pytest.raises(gate.GateError, match=f"mlp of {found[broken].name} is .* off in norm"):
         decode.run(subject, found, rounds=1, steps=1, context=4)
 
 
