@@ -46,6 +46,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 _MODELS = ("llama3-8b", DEMO)
 _WARMUP = 2
 """Untimed tokens of a turn: they refill the caches, and the router sees how dense they are."""
+LONGEST = 1000
+"""Tokens of a turn: pieces of the texts have 1,024."""
 _CHECKED = 4
 """Turns whose sparsity is reported."""
 _DIFFERENCE = 0.05
@@ -304,6 +306,13 @@ def _gate() -> str:
 
 
 def _targets(args: argparse.Namespace, device: str) -> dict[tuple[str, float], float]:
+    for name in ("rounds", "tokens", "context"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}, expected 1 or more")
+    if args.context + args.tokens > LONGEST:
+        raise ValueError(
+            f"--context and --tokens are {args.context + args.tokens} together, expected at most {LONGEST}"
+        )
     quality = args.quality or RESULTS / device / "quality" / f"{DEMO}_bf16.csv"
     if not quality.is_file():
         raise ValueError(

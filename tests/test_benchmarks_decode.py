@@ -152,6 +152,8 @@ def test_a_red_gate_writes_nothing(quality: Path, tmp_path: Path, capsys: pytest
     ("more", "sentence"),
     [
         (["--quality", "absent.csv"], "--quality absent.csv is no file"),
+        (["--tokens", "0"], "--tokens is 0, expected 1 or more"),
+        (["--context", "1000"], "1002 together, expected at most 1000"),
         (["--at", "3"], "run benchmarks.quality with more --target"),
         (["--model", "vit-b"], "expected a gated MLP"),
         (["--model", "unheard-of"], "shape is 'unheard-of'"),
