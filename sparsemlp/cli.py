@@ -77,7 +77,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     tokens = sum(w.shape[1] for w in windows)
     if tokens < args.tokens:
         _say(
-            f"the text gives {tokens:,} tokens in windows of {args.window}, fewer than --tokens {args.tokens:,}"
+            f"whole windows of {windows[0].shape[1]} give {tokens:,} tokens of the text, fewer than --tokens "
+            f"{args.tokens:,}"
         )
     plan = _sentence(
         lambda: calibrate(
@@ -284,7 +285,7 @@ def _load_plan(path: Path) -> Plan:
 def _windows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> list[Tensor]:
-    """The text files as windows of tokens; an error where they do not fill one."""
+    """The text files as windows of tokens, together --tokens at most; an error where they do not fill one."""
     from sparsemlp.demo import data
 
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -292,6 +293,8 @@ def _windows(
         raise InputError(
             f"--window is {args.window}, expected 2 to {limit or 'the positions'} that the model can read"
         )
+    if args.tokens < 2:
+        raise InputError(f"--tokens is {args.tokens}, expected 2 or more: a token and the one to predict")
     texts = []
     for path in args.text:
         try:
@@ -300,11 +303,11 @@ def _windows(
             raise InputError(f"--text {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
             raise InputError(f"--text {path} is not UTF-8, expected a plain text file") from None
-    count = max(1, args.tokens // args.window)
-    windows = data.token_windows(tokenizer, texts, length=args.window, count=count)
+    length = min(args.window, args.tokens)
+    windows = data.token_windows(tokenizer, texts, length=length, count=args.tokens // length)
     if not windows:
         raise InputError(
-            f"--text is too short: no file fills one window of {args.window} tokens; give longer text or a smaller "
+            f"--text is too short: no file fills one window of {length} tokens; give longer text or a smaller "
             "--window"
         )
     return windows

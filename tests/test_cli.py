@@ -103,6 +103,20 @@ def test_a_screen_that_is_not_offered(model: Path, text: Path, tmp_path: Path, c
     assert "invalid choice: 5" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("tokens", "window", "used"), [(24, 64, 24), (100, 64, 64), (128, 32, 128)])
+def test_calibrate_runs_no_more_tokens_than_asked(
+    tokens: int, window: int, used: int, model: Path, text: Path, tmp_path: Path
+) -> None:
+    given = calibrate(model, text, tmp_path / "p", "--tokens", str(tokens), "--window", str(window))
+    assert cli.main(given) == 0
+    assert Plan.load(tmp_path / "p").tokens == used
+
+
+def test_one_token_predicts_nothing(model: Path, text: Path, tmp_path: Path, capsys) -> None:
+    assert cli.main(calibrate(model, text, tmp_path / "p", "--tokens", "1")) == 2
+    assert "--tokens is 1, expected 2 or more" in capsys.readouterr().err
+
+
 def test_calibrate_says_when_the_text_gives_fewer_tokens(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -154,8 +154,14 @@ def test_training_leaves_them_until_they_are_asked_for() -> None:
     sparse.repack_screen()
     assert same(held(sparse), Screened(sparse).copies)
     assert addresses(sparse) == pointers
+
+
+def test_without_a_screen_nothing_can_be_made_anew() -> None:
     gate = SparseGatedMLP.from_dense(Separate())
-    gate.repack_screen()
+    with pytest.raises(
+        ValueError, match=r"indicator is 'gate', expected 'screen'.*set_indicator\('screen'\)"
+    ):
+        gate.repack_screen()
     assert held(gate) == NONE
 
 

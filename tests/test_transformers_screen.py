@@ -151,7 +151,7 @@ def test_a_calibrated_plan(tmp_path: Path) -> None:
     plan = Plan.load(tmp_path)
     sparsify(model, plan)
     assert is_screened(model, 3, 64)
-    with evaluate._sparsity_meter(model) as meter, torch.inference_mode():
+    with evaluate.sparsity_meter(model) as meter, torch.inference_mode():
         for ids in texts:
             model(ids)
     name = "model.layers.0.mlp"

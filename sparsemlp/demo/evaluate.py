@@ -26,12 +26,17 @@ from sparsemlp.reference.gated_mlp import input_kept
 
 __all__ = [
     "DecodeSpeed",
+    "Meter",
     "Quality",
+    "Timer",
+    "cache_argument",
     "compare_decoding",
     "decode_speed",
     "mlp_sparsity",
+    "mlp_timer",
     "perplexity",
     "quality",
+    "sparsity_meter",
 ]
 
 _WARMUP = 2
@@ -87,7 +92,7 @@ def mlp_sparsity(model: nn.Module, windows: Sequence[Tensor]) -> float:
     Args:
         model, windows: as in `perplexity`.
     """
-    with _sparsity_meter(model) as meter, torch.inference_mode():
+    with sparsity_meter(model) as meter, torch.inference_mode():
         for ids in windows:
             model(input_ids=ids, use_cache=False)
     return meter.sparsity
@@ -98,7 +103,7 @@ def quality(model: nn.Module, windows: Sequence[Tensor]) -> Quality:
     if not windows or min(w.shape[-1] for w in windows) < 2:
         raise ValueError("windows holds no window of two tokens or more, expected some; give a longer text")
     loss, count = 0.0, 0
-    with _sparsity_meter(model) as meter, torch.inference_mode():
+    with sparsity_meter(model) as meter, torch.inference_mode():
         for ids in windows:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
@@ -157,9 +162,8 @@ def compare_decoding(
 def _decode(model: nn.Module, prompt: Tensor, tokens: int) -> tuple[list[float], list[float]]:
     """Milliseconds of each timed step, and of the MLPs in it."""
     steps, inside = [], []
-    parameters = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
-    with torch.inference_mode(), _mlp_timer(model) as timer:
+    name = cache_argument(model)
+    with torch.inference_mode(), mlp_timer(model) as timer:
         out = model(input_ids=prompt, use_cache=True)
         for i in range(-_WARMUP, tokens):
             timer.ms = 0.0
@@ -173,8 +177,16 @@ def _decode(model: nn.Module, prompt: Tensor, tokens: int) -> tuple[list[float],
     return steps, inside
 
 
+def cache_argument(model: nn.Module) -> str:
+    """What the model's forward calls its KV cache, as an argument and in its output."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
+
+
 @dataclass
-class _Timer:
+class Timer:
+    """Milliseconds spent in the MLPs since `ms` was last set to 0."""
+
     ms: float = 0.0
     start: float = 0.0
 
@@ -186,9 +198,9 @@ class _Timer:
 
 
 @contextlib.contextmanager
-def _mlp_timer(model: nn.Module) -> Iterator[_Timer]:
+def mlp_timer(model: nn.Module) -> Iterator[Timer]:
     """Adds up the time spent in the model's MLPs, sparse or dense, while the context is open."""
-    timer = _Timer()
+    timer = Timer()
     hooks = []
     for module in find_mlps(model).values():
         hooks += [module.register_forward_pre_hook(timer.enter), module.register_forward_hook(timer.leave)]
@@ -200,20 +212,23 @@ def _mlp_timer(model: nn.Module) -> Iterator[_Timer]:
 
 
 @dataclass
-class _Meter:
+class Meter:
+    """Neurons skipped, and neurons asked, by the MLP's name."""
+
     skipped: dict[str, int] = field(default_factory=dict)
     entries: dict[str, int] = field(default_factory=dict)
 
     @property
     def sparsity(self) -> float:
+        """Mean over layers of the fraction skipped."""
         layers = [self.skipped[name] / self.entries[name] for name in self.skipped]
         return statistics.fmean(layers) if layers else 0.0
 
 
 @contextlib.contextmanager
-def _sparsity_meter(model: nn.Module) -> Iterator[_Meter]:
+def sparsity_meter(model: nn.Module) -> Iterator[Meter]:
     """Counts what the sparse MLPs skip while the context is open, from their inputs and thresholds."""
-    meter = _Meter()
+    meter = Meter()
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "ensure",
     "renew",
     "renew_after_load",
+    "repack",
     "scores",
 ]
 
@@ -86,6 +87,16 @@ def renew(module: SparseGatedMLP) -> None:
         _build(module)
     else:
         drop(module)
+
+
+def repack(module: SparseGatedMLP) -> None:
+    """`renew`, for who asks for it: ValueError where no screen decides."""
+    if module.indicator != "screen":
+        raise ValueError(
+            f"indicator is {module.indicator!r}, expected 'screen': there are no copies to make anew; call "
+            "set_indicator('screen'), or sparsify with a screen's plan, which make them"
+        )
+    renew(module)
 
 
 def renew_after_load(module: Any, incompatible: Any) -> None:

@@ -179,12 +179,15 @@ class SparseGatedMLP(Thresholded):
             _screens.renew(self)
 
     def repack_screen(self) -> None:
-        """Makes the low-bit copies anew from the weights of now; nothing with other indicators.
+        """Makes the low-bit copies anew from the weights of now.
 
         `load_state_dict`, `quantize` and a layer put in do it by themselves. Training, or writing into a weight, leaves
         the copies as they were: what is kept is computed exactly, but chosen by the former weights.
+
+        Raises:
+            ValueError: another indicator than "screen" decides, so there are no copies.
         """
-        _screens.renew(self)
+        _screens.repack(self)
 
     def set_input_threshold(self, input_threshold: float | Tensor | None) -> None:
         """A new threshold for what the gate sees; its weight is stored column by column with one, by row without.
