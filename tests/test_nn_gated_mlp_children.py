@@ -362,7 +362,9 @@ def test_bad_backend_and_parameters():
 
 def test_backend_is_passed_on():
     sparse = SparseGatedMLP.from_dense(Separate(), backend="native").double()
-    with pytest.raises(BackendUnavailableError, match="gated_mlp_fwd: backend 'native' cannot compute this call"):
+    with pytest.raises(
+        BackendUnavailableError, match="gated_mlp_fwd: backend 'native' cannot compute this call"
+    ):
         sparse(torch.randn(1, D, dtype=torch.float64))
 
 
