@@ -112,16 +112,14 @@ template <class S, class Value> inline void put_masked(void* out, int64_t n, con
         narrow(made[i], static_cast<S*>(out) + i);
 }
 
-// A chunk of the elementwise step, whose first entry is neuron j0 and the output's entry `at`; g holds ∂ℓ/∂h. Masks are
-// words of ones or zeros, which the compiler turns into whole vectors.
+// A chunk of the elementwise step, whose first entry is the outputs' entry `at`; g holds ∂ℓ/∂h. Masks are words of ones
+// or zeros, which the compiler turns into whole vectors.
 template <class S>
-inline void entries_chunk(const EntriesCall& call, const Chunk& chunk, const float* limits, const float* g, int64_t j0,
-                          int64_t at, int64_t n) {
+inline void entries_chunk(const EntriesCall& call, const Chunk& chunk, const float* limits, const float* g, int64_t at,
+                          int64_t n) {
     const Thresholding& rule = call.stored.rule;
-    const bool gated = call.stored.up != nullptr;
     const int zeros = rule.skipped_mean != nullptr;
     const float *m = chunk.compared(rule.indicator), *a = chunk.a, *slope = chunk.slope, *u = chunk.u;
-    const float* h = gated ? chunk.product : chunk.a;
     int32_t active[kPatternChunk], moving[kPatternChunk];
     for (int64_t i = 0; i < n; ++i) {
         const int kept = !(fabsf(m[i]) < limits[i]);
@@ -129,16 +127,10 @@ inline void entries_chunk(const EntriesCall& call, const Chunk& chunk, const flo
         moving[i] = -(kept & (slope[i] != 0.f));
     }
     const auto to = [&](void* out) { return static_cast<S*>(out) + at; };
-    if (call.hidden != nullptr && zeros)
-        put_masked<S>(to(call.hidden), n, active, [=](int64_t i) { return h[i] - rule.skipped_mean[j0 + i]; });
-    else if (call.hidden != nullptr)
-        put_masked<S>(to(call.hidden), n, active, [=](int64_t i) { return h[i]; });
-    if (call.grad_up != nullptr)
-        put_masked<S>(to(call.grad_up), n, active, [=](int64_t i) { return g[i] * a[i]; });
-    if (call.grad_pre != nullptr && gated)
-        put_masked<S>(to(call.grad_pre), n, moving, [=](int64_t i) { return g[i] * (slope[i] * u[i]); });
-    else if (call.grad_pre != nullptr)
-        put_masked<S>(to(call.grad_pre), n, moving, [=](int64_t i) { return g[i] * slope[i]; });
+    if (call.grad_up == nullptr)
+        return put_masked<S>(to(call.grad_hidden), n, moving, [=](int64_t i) { return g[i] * slope[i]; });
+    put_masked<S>(to(call.grad_up), n, active, [=](int64_t i) { return g[i] * a[i]; });
+    put_masked<S>(to(call.grad_hidden), n, moving, [=](int64_t i) { return g[i] * (slope[i] * u[i]); });
 }
 
 template <class S> void run_entries(const EntriesCall& call, int64_t begin, int64_t end) {
@@ -159,9 +151,8 @@ template <class S> void run_entries(const EntriesCall& call, int64_t begin, int6
             chunk.evaluate(rule, n, stored.up != nullptr);
             for (int64_t i = 0; rule.threshold_step != 0 && i < n; ++i)
                 limits[i] = limit_of(rule, rule.threshold[j0 + i], t);
-            if (call.grad_hidden != nullptr)
-                widen_all(static_cast<const S*>(call.grad_hidden) + at, g, n);
-            entries_chunk<S>(call, chunk, limits, g, j0, at, n);
+            widen_all(static_cast<const S*>(call.grad_hidden) + at, g, n);
+            entries_chunk<S>(call, chunk, limits, g, at, n);
         }
     }
 }

@@ -279,24 +279,18 @@ Gradients backward(Tensor bits, bool same, Tensor grad, Tensor x, Tensor w_gate,
     return {made[kX], made[kGate], made[kUp], made[kOut], made[kGateBias], made[kUpBias], made[kMean]};
 }
 
-// Between dense products: ∂ℓ/∂h in `grad_hidden` becomes ∂ℓ/∂p; returns ∂ℓ/∂u (empty without a gate) and, where wanted,
-// h.
-std::tuple<Tensor, Tensor> entries(Tensor grad_hidden, Tensor pre, OptionalTensor up, Tensor threshold,
-                                   OptionalTensor token_scale, OptionalTensor skipped_mean,
-                                   OptionalTensor activation_params, int64_t activation, int64_t indicator, bool hidden,
-                                   int64_t isa) {
+// Between dense products: ∂ℓ/∂h in `grad_hidden` becomes ∂ℓ/∂p; returns ∂ℓ/∂u (empty without a gate).
+Tensor entries(Tensor grad_hidden, Tensor pre, OptionalTensor up, Tensor threshold, OptionalTensor token_scale,
+               OptionalTensor skipped_mean, OptionalTensor activation_params, int64_t activation, int64_t indicator,
+               int64_t isa) {
     const Stored s = stored(pre, up, {threshold, token_scale, skipped_mean, activation_params, activation}, indicator);
-    const ScalarType type = pre.scalar_type();
-    check_matrix(grad_hidden, "grad_hidden", s.tokens, s.neurons, type);
-    const auto room = [&](bool wanted) {
-        return torch::stable::empty(wanted ? std::vector<int64_t>{s.tokens, s.neurons} : std::vector<int64_t>{0}, type);
-    };
-    const Tensor grad_up = room(up.has_value()), h = room(hidden);
-    EntriesCall call{s, grad_hidden.const_data_ptr(), grad_hidden.mutable_data_ptr(),
-                     s.up != nullptr ? grad_up.mutable_data_ptr() : nullptr, hidden ? h.mutable_data_ptr() : nullptr};
+    check_matrix(grad_hidden, "grad_hidden", s.tokens, s.neurons, pre.scalar_type());
+    const Tensor grad_up = up.has_value() ? torch::stable::empty({s.tokens, s.neurons}, pre.scalar_type())
+                                          : torch::stable::empty({0}, pre.scalar_type());
+    EntriesCall call{s, grad_hidden.mutable_data_ptr(), s.up != nullptr ? grad_up.mutable_data_ptr() : nullptr};
     const TrainKernels& kernel = train_kernels(isa, dtype_of(pre));
     torch::stable::parallel_for(0, s.tokens, 4, [&](int64_t begin, int64_t end) { kernel.entries(call, begin, end); });
-    return {grad_up, h};
+    return grad_up;
 }
 
 } // namespace

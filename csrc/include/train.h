@@ -57,12 +57,10 @@ struct DotsCall {
     float* out;
 };
 
-// The elementwise step between dense products, for tokens [begin, end); outputs may be null, `grad_pre` may be
-// `grad_hidden`.
+// The elementwise step between dense products: ∂ℓ/∂h becomes ∂ℓ/∂p where it stands, and gives ∂ℓ/∂u; both [T, F].
 struct EntriesCall {
     Stored stored;
-    const void* grad_hidden;
-    void *grad_pre, *grad_up, *hidden;
+    void *grad_hidden, *grad_up; // the latter null without a gate
 };
 
 struct TrainKernels {

@@ -49,9 +49,7 @@ _lib.define(
     "_train_backward_native(Tensor bits, bool same, Tensor grad, Tensor x, Tensor w_gate, Tensor? w_up, "
     f"Tensor w_out_t, {_RULE}, int wanted, int isa) -> ({', '.join(['Tensor'] * 7)})"
 )
-_lib.define(
-    f"_train_entries_native(Tensor(a!) grad_hidden, {_RULE}, bool hidden, int isa) -> (Tensor, Tensor)"
-)
+_lib.define(f"_train_entries_native(Tensor(a!) grad_hidden, {_RULE}, int isa) -> Tensor")
 _all_finite = torch.ops.sparsemlp._finite_native.default
 _masks = torch.ops.sparsemlp._train_masks_native.default
 _by_lists = torch.ops.sparsemlp._train_forward_native.default
@@ -343,15 +341,16 @@ def _dense_backward(stored: Stored, operands: Operands, names: set[str], living:
 def _dense_products(stored: Stored, operands: Operands, names: set[str]) -> dict[str, Tensor]:
     grad, x, w_gate, w_up, w_down_t = operands
     found: dict[str, Tensor] = {}
+    if (
+        "w_down_t" in names
+    ):  # before there is a second (T, F): h and ∂ℓ/∂h in one pass saved 0.3 % of a step's time
+        found["w_down_t"] = _hidden(stored).t() @ grad
     if names == {"w_down_t"}:
-        return {"w_down_t": _hidden(stored).t() @ grad}
+        return found
     step = grad @ w_down_t.t()  # ∂ℓ/∂h, and from `_entries` on ∂ℓ/∂p
     if "skipped_mean" in names:
         found["skipped_mean"] = _grad_mean(stored, step)
-    grad_up, h = _entries(step, *stored, "w_down_t" in names, _native.isa())
-    if "w_down_t" in names:
-        found["w_down_t"] = h.t() @ grad
-        del h
+    grad_up = _entries(step, *stored, _native.isa())
     if "w_gate" in names:
         found["w_gate"] = step.t() @ x
     if "b_gate" in names:
