@@ -343,3 +343,15 @@ def test_the_function_is_the_operator(kind: Kind, backend: str) -> None:
     assert all(
         torch.equal(a.cpu(), b) for a, b in zip((out, *saved), stored(kind, sample, backend), strict=True)
     )
+
+
+@EVERY_KIND
+def test_the_operator_does_not_drop_the_gradient_of_parameters(kind: Kind) -> None:
+    sample = sample_of(kind, activation="mix")
+    params = sample.options["activation_params"].clone().requires_grad_(True)
+    arguments = raw(kind.forward, changed(sample, activation_params=params), "reference")
+    for run in (kind.forward.overload, (GatedMLPFunction if kind.gated else MLPFunction).apply):
+        with pytest.raises(
+            ValueError, match=r"^activation_params requires grad, expected one that does not.*detach"
+        ):
+            run(*arguments)[0].sum().backward()
