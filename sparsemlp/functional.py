@@ -9,7 +9,7 @@ activation, backend)` returns y of `sparsemlp.mlp` and the p that its backward d
 w_gate, w_up, w_down_t, threshold, token_scale, skipped_mean, skipped_out, b_gate, b_up, b_down, activation_params,
 activation, indicator, backend)` y of `sparsemlp.gated_mlp`, p and u. x is (T, D), threshold a tensor, and with
 skipped_mean comes skipped_out. Every call runs the training operators, small ones too; the same is checked, and prefer
-those functions for the same reasons. p, u and activation_params have no derivative.
+those functions for the same reasons. p and u have no derivative, and there is none in activation_params (as above).
 """
 
 from __future__ import annotations

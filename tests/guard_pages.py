@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor
 
 import sparsemlp
 from sparsemlp import _native
+from sparsemlp.ops import _training_native as training_native
 from sparsemlp.screen import PackedWeight
 from tests import cases, mlp_cases, sparse_linear_cases
 from tests.samples import DTYPES
+from tests.training_cases import KINDS, grad_of, raw
 
 SIZES = (
     (1, 1, 1), (1, 33, 7), (3, 65, 9), (5, 31, 33), (9, 17, 40), (32, 100, 40), (2, 577, 70), (36, 19, 5), (70, 47, 33),
@@ -87,6 +90,35 @@ def activations(p: Tensor, isas: int) -> None:
         torch.autograd.grad(out, leaf, p)
 
 
+def training(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    """Forward and backward of both MLPs, by lists and by dense products of living neurons."""
+    for (tokens, d, f), kind, at_end in itertools.product(SIZES, KINDS, (True, False)):
+        case = kind.case(
+            "guarded",
+            tokens=tokens,
+            d=d,
+            f=f,
+            weights="plain",
+            density="some_inf",
+            scale="varied",
+            mean="mean+out",
+        )
+        sample = at_guards(kind.cases.build(case, dtype), at_end)
+        grad = guarded(grad_of(sample), at_end)
+        for (number, name), limit in itertools.product(enumerate(names), (torch.inf, 0.0)):
+            _native.isa = lambda number=number: number  # type: ignore[assignment] # in place of a cached function
+            print(
+                f"{kind} forward and backward, {case}, T {tokens}, D {d}, F {f}, {dtype}, {name}", flush=True
+            )
+            with training_native.forced(limit):
+                saved = kind.forward.overload(*raw(kind.forward, sample, "native"))[1:]
+                more = {n: guarded(t, at_end) for n, t in zip(("pre", "up"), saved, strict=False)}
+                wanted = ",".join(["x", *kind.weights, *kind.biases[:-1], "skipped_mean"])
+                kind.backward.overload(
+                    *raw(kind.backward, sample, "native", grad=grad, wanted=wanted, **more)
+                )
+
+
 def main() -> None:
     if _native.problem() is not None:
         raise SystemExit(f"no compiled kernels: {_native.problem()}")
@@ -100,6 +132,7 @@ def main() -> None:
                     print(f"{what}, {name}, {'end' if at_end else 'beginning'}", flush=True)
                     there.run(function, backend="native")
                 activations(guarded(sample.x, at_end), len(names))
+        training(dtype, names)
     print("read nothing else")
 
 

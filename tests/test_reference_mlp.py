@@ -182,8 +182,8 @@ def test_forward_mode_and_vmap(backend: str) -> None:
 
 
 def test_a_skipped_row_counts_as_not_read() -> None:
-    """In the composition, which "auto" takes for small calls, it reaches the output, as in the dense MLP; in the
-    hand-written pair it does not."""
+    """In the differentiable composition, which "auto" takes for small calls, it reaches the output, as in the dense
+    MLP; in the hand-written pair it does not."""
     sample = build(Case("unread", tokens=3, density="neurons"), torch.float32)
     sample.threshold[33] = torch.inf
     sample.w_out_t[33] = torch.inf

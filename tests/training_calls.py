@@ -39,6 +39,12 @@ WAYS = list(_ways())
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
+EVERY_BACKEND = pytest.mark.parametrize(
+    "backend", [p for p in WAYS if " " not in p.values[0]], ids=lambda b: b
+)
+"""Without the compiled one's ways."""
+
+
 def going(way: str) -> tuple[str, Any]:
     """The backend, and the context in which it goes the way."""
     backend, _, how = way.partition(" ")

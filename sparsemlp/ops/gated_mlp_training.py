@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsemlp._op import Op, differentiates
 from sparsemlp.ops._backends import compiled_and_triton
-from sparsemlp.ops.mlp_training import batched, composed, empty_gradient, summed
+from sparsemlp.ops.mlp_training import batched, check_params, composed, empty_gradient, summed
 from sparsemlp.reference import gated_mlp
 from sparsemlp.reference import training as reference
 from sparsemlp.reference.training import GATED_WANTED, names_of
@@ -29,6 +29,7 @@ def _derive(ctx: Any, grad: Tensor | None, *unused: object) -> tuple[Tensor | No
         return (None,) * 15
     pre, up, *tensors = ctx.saved_tensors
     needs, names = ctx.needs_input_grad, (ctx.activation, ctx.indicator)
+    check_params(needs[11], "gated_mlp")
     if differentiates(grad, *tensors) or batched(grad):
         return *composed(_composition, tensors, needs, grad, *names), None, None, None
     (

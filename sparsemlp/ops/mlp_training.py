@@ -20,6 +20,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "batched",
+    "check_params",
     "composed",
     "empty_gradient",
     "is_small",
@@ -56,6 +57,7 @@ def _derive(ctx: Any, grad: Tensor | None, *unused: object) -> tuple[Tensor | No
         return (None,) * 12
     pre, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad
+    check_params(needs[9], "mlp")
     if differentiates(grad, *tensors) or batched(grad):
         return *composed(_composition, tensors, needs, grad, ctx.activation), None, None
     x, w_in, w_out_t, threshold, token_scale, mean, skipped_out, _, b_out, params = tensors
@@ -106,6 +108,15 @@ def needs_composition(w: Tensor, params: Tensor | None) -> bool:
     if w.dtype == torch.int8 or (params is not None and params.requires_grad):
         return True
     return not torch.compiler.is_compiling() and transformed()
+
+
+def check_params(requires_grad: bool, function: str) -> None:
+    """Raises where the operator would silently drop a gradient."""
+    if requires_grad:
+        raise ValueError(
+            "activation_params requires grad, expected one that does not: the operator has no derivative in it; use "
+            f"sparsemlp.{function}, or detach it"
+        )
 
 
 def batched(grad: Tensor) -> bool:

@@ -153,13 +153,13 @@ def mlp_bwd(
     e = entries(
         grad @ w_out_t.t(), pre, None, threshold, token_scale, skipped_mean, activation_params, activation, "gate"
     )  # fmt: skip
-    names, none = names_of(wanted), x.new_empty((0,))
+    names = names_of(wanted)
     return (
-        _product(e.grad_pre, e.moving, w_in) if "x" in names else none,
-        _product(e.grad_pre.t(), e.moving.t(), x) if "w_in" in names else none,
-        _product(e.hidden.t(), e.active.t(), grad) if "w_out_t" in names else none,
-        _column_sums(e.grad_pre) if "b_in" in names else none,
-        _mean(e, skipped_mean) if "skipped_mean" in names else _float(none),
+        _product(e.grad_pre, e.moving, w_in) if "x" in names else _nothing(x),
+        _product(e.grad_pre.t(), e.moving.t(), x) if "w_in" in names else _nothing(x),
+        _product(e.hidden.t(), e.active.t(), grad) if "w_out_t" in names else _nothing(x),
+        _column_sums(e.grad_pre) if "b_in" in names else _nothing(x),
+        _mean(e, skipped_mean) if "skipped_mean" in names else _no_mean(x, skipped_mean),
     )
 
 
@@ -184,7 +184,7 @@ def gated_mlp_bwd(
         grad @ w_down_t.t(), pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator
     )  # fmt: skip
     assert e.grad_up is not None
-    names, none = names_of(wanted), x.new_empty((0,))
+    names = names_of(wanted)
 
     def grad_x() -> Tensor:
         assert e.grad_up is not None
@@ -192,13 +192,13 @@ def gated_mlp_bwd(
         return both.to(x.dtype)
 
     return (
-        grad_x() if "x" in names else none,
-        _product(e.grad_pre.t(), e.moving.t(), x) if "w_gate" in names else none,
-        _product(e.grad_up.t(), e.active.t(), x) if "w_up" in names else none,
-        _product(e.hidden.t(), e.active.t(), grad) if "w_down_t" in names else none,
-        _column_sums(e.grad_pre) if "b_gate" in names else none,
-        _column_sums(e.grad_up) if "b_up" in names else none,
-        _mean(e, skipped_mean) if "skipped_mean" in names else _float(none),
+        grad_x() if "x" in names else _nothing(x),
+        _product(e.grad_pre.t(), e.moving.t(), x) if "w_gate" in names else _nothing(x),
+        _product(e.grad_up.t(), e.active.t(), x) if "w_up" in names else _nothing(x),
+        _product(e.hidden.t(), e.active.t(), grad) if "w_down_t" in names else _nothing(x),
+        _column_sums(e.grad_pre) if "b_gate" in names else _nothing(x),
+        _column_sums(e.grad_up) if "b_up" in names else _nothing(x),
+        _mean(e, skipped_mean) if "skipped_mean" in names else _no_mean(x, skipped_mean),
     )
 
 
@@ -217,5 +217,10 @@ def _mean(e: Entries, skipped_mean: Tensor | None) -> Tensor:
     return e.grad_mean.to(skipped_mean.dtype)
 
 
-def _float(none: Tensor) -> Tensor:
-    return none if none.dtype == torch.float64 else none.float()
+def _nothing(x: Tensor) -> Tensor:
+    """An output that is not wanted; each is a tensor of its own, as an operator may return none twice."""
+    return x.new_empty((0,))
+
+
+def _no_mean(x: Tensor, mean: Tensor | None) -> Tensor:
+    return _nothing(wide(x)) if mean is None else _nothing(mean)
