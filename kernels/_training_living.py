@@ -45,41 +45,40 @@ def _training_living_kernel(
 
 @triton.jit
 def _training_product_kernel(
-    a, b, out, neurons, count, added, bias, skipped_out, M, N, K, a_m, a_k, b_k, b_n, out_m,
+    left, right, out, neurons, count, added, bias, skipped_out, M, N, K, left_m, left_k, right_k, right_n, out_m,
     LIVING: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """out = a @ b (+ added + bias + skipped_out), one of whose dimensions, LIVING, is that of the living neurons.
+    """out = left @ right (+ added + bias + skipped_out), one of whose dimensions, LIVING, is that of the living neurons.
 
-    m: rows neurons[m] of out. n: columns neurons[n] of b. k: rows neurons[k] of b. As strides say, all else is in order.
+    m: rows neurons[m] of out. n: columns neurons[n] of right. k: rows neurons[k] of right. All else is in order: what
+    left has of dead neurons is 0, and read where bounds that nobody knows would keep loads narrow.
     """
     living = tl.load(count)
-    if LIVING == "m":
-        M = living
-    if LIVING == "n":
-        N = living
-    if LIVING == "k":
-        K = living
+    last_m = living if LIVING == "m" else M
+    last_n = living if LIVING == "n" else N
+    last_k = living if LIVING == "k" else K
     first_m = tl.program_id(0).to(tl.int64) * TILE_M
     first_n = tl.program_id(1).to(tl.int64) * TILE_N
-    if (first_m < M) & (first_n < N):
+    if (first_m < last_m) & (first_n < last_n):
         m = (first_m + tl.arange(0, TILE_M))[:, None]
         n = (first_n + tl.arange(0, TILE_N))[None, :]
         column = n
         if LIVING == "n":
-            column = tl.load(neurons + n, mask=n < N, other=0)
+            column = tl.load(neurons + n, mask=n < last_n, other=0)
         acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for start in range(0, K, TILE_K):
+        for start in range(0, last_k, TILE_K):
             k = (start + tl.arange(0, TILE_K)).to(tl.int64)
             row = k
             if LIVING == "k":
-                row = tl.load(neurons + k, mask=k < K, other=0)
-            left = tl.load(a + m * a_m + k[None, :] * a_k, mask=(m < M) & (k < K)[None, :], other=0.0)
-            right = tl.load(b + row[:, None] * b_k + column * b_n, mask=(k < K)[:, None] & (n < N), other=0.0)
-            acc = dot(left, right, acc, UPCAST)
+                row = tl.load(neurons + k, mask=k < last_k, other=0)
+            a = tl.load(left + m * left_m + k[None, :] * left_k, mask=(m < M) & (k < K)[None, :], other=0.0)
+            wanted = (k < last_k)[:, None] & (n < last_n)
+            b = tl.load(right + row[:, None] * right_k + column * right_n, mask=wanted, other=0.0)
+            acc = dot(a, b, acc, UPCAST)
         place = m
         if LIVING == "m":
-            place = tl.load(neurons + m, mask=m < M, other=0)
-        mask = (m < M) & (n < N)
+            place = tl.load(neurons + m, mask=m < last_m, other=0)
+        mask = (m < last_m) & (n < N)
         if added is not None:
             acc += tl.load(added + place * out_m + n, mask=mask, other=0.0).to(tl.float32)
         if bias is not None:
@@ -163,7 +162,7 @@ def rows_product(
 
 
 def hidden_product(x: Tensor, w: Tensor, living: Living, config: _configs.Config) -> tuple[Tensor, Launch]:
-    """x @ w.T (T, F) of w (F, D), in the order of `living`; what belongs to dead neurons is not written."""
+    """x @ w.T (T, F) of w (F, D), in the order of `living`; what belongs to dead neurons is anything."""
     out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
     return out, _product(x, w.t(), out, living, "n", config)
 
