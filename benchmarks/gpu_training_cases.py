@@ -88,7 +88,7 @@ def _lists(case: Case, part: str) -> list[Launch]:
     from sparsemlp.kernels import _training_lists
 
     call = _Call(case)
-    counts, count = _training_lists.counts(call.stored, call.config, both=True)
+    _, count = _training_lists.counts(call.stored, call.config, both=True)
     starts = call.meta(case.tokens + 1, dtype=torch.int64)
     lists, fill = _training_lists.filled(call.stored, starts, _ENTRIES, call.config, both=True)
     values, launch = _training_lists.values(call.stored, lists, call.names, call.config, call.x, call.w)
@@ -97,7 +97,9 @@ def _lists(case: Case, part: str) -> list[Launch]:
     assert values.grad_pre is not None
     if part == "neurons":
         turned: Lists = _training_lists.by_neuron(lists, case.f)
-        return [_training_lists.product(turned, values.grad_pre, call.x, call.dtype, call.config, moving=True)[1]]
+        return [
+            _training_lists.product(turned, values.grad_pre, call.x, call.dtype, call.config, moving=True)[1]
+        ]
     more = None if values.grad_up is None else (values.grad_up, call.w)
     options = {"more": more, "bias": call.bias, "skipped_out": call.shift}
     return [

@@ -123,8 +123,8 @@ def _training_bwd_entries_kernel(
 
 @triton.jit
 def _training_repair_kernel(
-    pre, up, threshold, token_scale, skipped_mean, params, places, out, values, factor, more_values, more_factor, stride,
-    more_stride, D, F, K,
+    pre, up, threshold, token_scale, skipped_mean, params, places, out, values, factor, more_values, more_factor,
+    stride, more_stride, D, F, K,
     BY_NEURON: tl.constexpr, MOVING: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ACT: tl.constexpr,
     DERIVATIVE: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr, INDICATOR: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,9 @@ def _training_repair_kernel(
             acc += tl.sum(v * w.to(tl.float32), axis=0)  # what is masked was not loaded, it is 0
             if more_values is not None:
                 v = tl.load(more_values + t * F + at, mask=active, other=0.0).to(tl.float32)
-                w = tl.load(more_factor + k * more_stride + d[None, :], mask=active & inside[None, :], other=0.0)
+                w = tl.load(
+                    more_factor + k * more_stride + d[None, :], mask=active & inside[None, :], other=0.0
+                )
                 acc += tl.sum(v * w.to(tl.float32), axis=0)
         tl.store(row + d, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -176,7 +178,11 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    grad_hidden: Tensor, stored: Stored, names: set[str], config: _configs.Config, places: Tensor | None = None
+    grad_hidden: Tensor,
+    stored: Stored,
+    names: set[str],
+    config: _configs.Config,
+    places: Tensor | None = None,
 ) -> tuple[Gradients, Launch]:
     """For the gradients `names`, from ∂ℓ/∂h, which becomes ∂ℓ/∂p in place; `sums` are partial, one row a program.
 

@@ -124,7 +124,8 @@ def _training_values_kernel(
 
 @triton.jit
 def _training_gather_kernel(
-    starts, places, rows, bits, values, weight, more_values, more_weight, bias, skipped_out, out, D, stride, more_stride,
+    starts, places, rows, bits, values, weight, more_values, more_weight, bias, skipped_out, out,
+    D, stride, more_stride,
     MOVING: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Row r of out: the sum of values[e] * weight[rows[e]] (and of the other pair) over its list's entries e.
@@ -150,7 +151,9 @@ def _training_gather_kernel(
         if more_values is not None:
             wanted = (kind & _ACTIVE) != 0
             v = tl.load(more_values + e, mask=wanted, other=0.0)
-            w = tl.load(more_weight + row * more_stride + d[None, :], mask=wanted[:, None] & inside, other=0.0)
+            w = tl.load(
+                more_weight + row * more_stride + d[None, :], mask=wanted[:, None] & inside, other=0.0
+            )
             lanes += v[:, None] * w.to(tl.float32)
     acc = tl.sum(lanes, axis=0)
     if bias is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sparsemlp.kernels import _configs
 from sparsemlp.kernels._launch import Launch, upcast_dot
-from sparsemlp.kernels._training_entries import Stored, pattern
 from sparsemlp.kernels._tiles import dot
+from sparsemlp.kernels._training_entries import Stored, pattern
 
 __all__ = ["Living", "default", "flags", "hidden_product", "ordered", "rows_product", "weight_product"]
 
@@ -48,7 +48,7 @@ def _training_product_kernel(
     left, right, out, neurons, count, added, bias, skipped_out, M, N, K, left_m, left_k, right_k, right_n, out_m,
     LIVING: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """out = left @ right (+ added + bias + skipped_out), one of whose dimensions, LIVING, is that of the living neurons.
+    """out = left @ right (+ added + bias + skipped_out), one of whose dimensions, LIVING, is of the living neurons.
 
     m: rows neurons[m] of out. n: columns neurons[n] of right. k: rows neurons[k] of right. All else is in order: what
     left has of dead neurons is 0, and read where bounds that nobody knows would keep loads narrow.
@@ -167,7 +167,9 @@ def hidden_product(x: Tensor, w: Tensor, living: Living, config: _configs.Config
     return out, _product(x, w.t(), out, living, "n", config)
 
 
-def weight_product(values: Tensor, x: Tensor, living: Living, config: _configs.Config) -> tuple[Tensor, Launch]:
+def weight_product(
+    values: Tensor, x: Tensor, living: Living, config: _configs.Config
+) -> tuple[Tensor, Launch]:
     """values.T @ x (F, D), rows in the neurons' own order, 0 for the dead; values (T, F) in the order of `living`."""
     out = torch.zeros((values.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
     return out, _product(values.t(), x, out, living, "m", config)

@@ -276,13 +276,14 @@ def _by_lists(
         assert value.grad_pre is not None
         more = None if w_up is None or value.grad_up is None else (value.grad_up, w_up)
         found["x"] = _done(
-            _training_lists.product(
-                lists, value.grad_pre, w_gate, x.dtype, config, moving=True, more=more
-            )
+            _training_lists.product(lists, value.grad_pre, w_gate, x.dtype, config, moving=True, more=more)
         )
     if names == {"x"}:
         return found
-    turned, one = _training_lists.by_neuron(lists, stored.pre.shape[1]), x.new_ones((1, 1)).expand(x.shape[0], 1)
+    turned, one = (
+        _training_lists.by_neuron(lists, stored.pre.shape[1]),
+        x.new_ones((1, 1)).expand(x.shape[0], 1),
+    )
     for name, of, by in (
         ("w_gate", value.grad_pre, x), ("w_up", value.grad_up, x), ("w_down_t", value.hidden, grad),
         ("b_gate", value.grad_pre, one), ("b_up", value.grad_up, one), ("skipped_mean", value.grad_mean, one),
@@ -339,7 +340,11 @@ def _dense(
 
 
 def _rows_product(
-    values: Tensor, w: Tensor, order: living.Living | None, config: _configs.Config, added: Tensor | None = None
+    values: Tensor,
+    w: Tensor,
+    order: living.Living | None,
+    config: _configs.Config,
+    added: Tensor | None = None,
 ) -> Tensor:
     """values @ w (+ added), values (T, F) and w (F, D)."""
     if order is not None:
