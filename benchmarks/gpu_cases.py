@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_training_cases
+
 if TYPE_CHECKING:
     from sparsemlp.kernels._launch import Launch
     from sparsemlp.kernels._rule import Rule
     from sparsemlp.kernels._screen import Screen
 
-__all__ = ["DEFAULT", "DTYPES", "FAMILIES", "ODD", "PLANS", "Case", "full"]
+__all__ = ["DEFAULT", "DTYPES", "FAMILIES", "ODD", "PLANS", "Case", "full", "rule_of"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FAMILIES = ("jsrelu", "silu", "weird")
@@ -130,7 +132,8 @@ def _sum(case: Case) -> list[Launch]:
         return gated_mlp.decode(**_arguments(case))[1][2:]
 
 
-def _rule(case: Case, indicator: str | None = None) -> Rule:
+def rule_of(case: Case, indicator: str | None = None) -> Rule:
+    """Who is active in a case, by its own indicator or another."""
     from sparsemlp.kernels._rule import Rule
 
     a = _arguments(case)
@@ -146,7 +149,7 @@ def _mlp(case: Case) -> list[Launch]:
         a["x"],
         a["w_gate"],
         a["w_down_t"],
-        _rule(case, "ungated"),
+        rule_of(case, "ungated"),
         a["skipped_out"],
         a["b_gate"],
         a["b_down"],
@@ -174,7 +177,7 @@ def _masked(case: Case, part: str) -> list[Launch]:
 
     a, op = _arguments(case), case.plan.split()[0]
     linear = op == "sparse_linear"
-    rule = _rule(case, "ungated")
+    rule = rule_of(case, "ungated")
     config = _configs.find(f"{op}_prefill", torch.device("meta"), {"dtype": case.dtype}, _masked.DEFAULT)
     pre = _meta(case.tokens, case.d if linear else case.f, dtype=DTYPES[case.dtype])
     if part == "hidden":
@@ -189,7 +192,7 @@ def _prefill(case: Case, part: str) -> list[Launch]:
     from sparsemlp.kernels import _configs, _masked, gated_mlp_screen, gated_mlp_tiles
     from sparsemlp.kernels import gated_mlp_prefill as prefill
 
-    a, rule, dtype = _arguments(case), _rule(case), DTYPES[case.dtype]
+    a, rule, dtype = _arguments(case), rule_of(case), DTYPES[case.dtype]
     key = {"tokens": case.tokens, "d": case.d, "f": case.f, "dtype": case.dtype}
     default = prefill.default(case.tokens, case.d, case.f, dtype)
     config = _configs.find("gated_mlp_prefill", torch.device("meta"), key, default)
@@ -234,6 +237,7 @@ PLANS: dict[str, Callable[[Case], list[Launch]]] = {
     "sparse_linear decode": _sparse_linear,
     "sparse_linear hidden": lambda case: _masked(case, "hidden"),
     "sparse_linear repair": lambda case: _masked(case, "repair"),
+    **gpu_training_cases.PLANS,
     "activation forward": lambda case: _activation(case, "forward"),
     "activation counted": lambda case: _activation(case, "counted"),
     "activation backward": lambda case: _activation(case, "backward"),
@@ -272,6 +276,13 @@ DEFAULT: tuple[Case, ...] = (
     *_cases("mlp repair", ("bf16",), ("silu",), tokens=512),
     *_cases("sparse_linear hidden", ("bf16",), ("identity",), tokens=512),
     *_cases("sparse_linear repair", ("bf16",), ("identity",), tokens=512),
+    *_cases("training entries", ("bf16",), FAMILIES, tokens=512),
+    *(
+        Case(plan, dtype, "silu", 512)
+        for plan in gpu_training_cases.PLANS
+        for dtype in (("bf16", "fp32") if plan == "training living_rows" else ("bf16",))
+        if plan != "training entries"
+    ),
     *_cases("activation forward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation backward", DTYPES, FAMILIES, tokens=512),
     *_cases("activation counted", ("bf16",), ("jsrelu",), tokens=512),
@@ -326,6 +337,10 @@ def full() -> Iterator[Case]:
         for part in ("hidden", "repair"):
             yield from _cases(f"{plan} {part}", DTYPES, (activation,), tokens=512, options=OPTIONS)
         yield Case(f"{plan} decode", "bf16", activation, 8, *ODD)
+    for plan in gpu_training_cases.PLANS:
+        yield from _cases(plan, DTYPES, ("weird",), tokens=512, options=OPTIONS)
+        yield Case(plan, "bf16", "silu", 512, options=("ungated",))
+        yield Case(plan, "bf16", "silu", 77, *ODD)
     yield Case("gated_mlp tiles", "bf16", "silu", 77, *ODD)
     yield Case("activation forward", "bf16", "silu", 3, *ODD)
     yield from _configured()

@@ -17,9 +17,11 @@ from torch import Tensor
 import sparsemlp
 from benchmarks.gpu_device import Device
 from sparsemlp.kernels import _configs
+from sparsemlp.ops.gated_mlp_training import BACKWARD, FORWARD
 from sparsemlp.screen import pack
 from sparsemlp.testing import assert_within_budget
 from tests.backends import decided_from
+from tests.blocks import training_path
 from tests.cases import Sample
 from tests.truth import Truth
 
@@ -112,6 +114,35 @@ def _sparse_linear(where: Device, tokens: int, dtype: torch.dtype) -> _Call:
     return _Call(run, refill)
 
 
+def _training(where: Device, path: str, dtype: torch.dtype) -> _Call:
+    """Forward and backward of a gated MLP; never by lists, whose length the host waits for."""
+    tokens, d, f = (5, 16, 20) if where.dry else (300, 1024, 3000)
+    g = torch.Generator(where.torch_device).manual_seed(tokens)
+
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g, device=where.torch_device) * size).to(dtype)
+
+    x, grad = normal(tokens, d), normal(tokens, d)
+    weights = [normal(f, d, size=n**-0.5) for n in (d, d, f)]
+    threshold = torch.rand(f, generator=g, device=where.torch_device)
+    threshold[::2] = torch.inf  # dead neurons
+
+    def run() -> Tensor:
+        no, names = [None] * 6, "x,w_gate,w_up,w_down_t,b_gate,b_up"
+        with training_path(path, small=where.dry):
+            out, *saved = FORWARD(x, *weights, threshold, None, *no, None, "relu", "gate", backend="triton")
+            found = BACKWARD(
+                grad, x, *weights, *saved, threshold, *no[:3], "relu", "gate", names, backend="triton"
+            )
+        return torch.cat([t.flatten() for t in (out, *found[:6])])
+
+    def refill() -> None:
+        x.normal_(generator=g)
+        threshold[1::2].uniform_(0, 1.5, generator=g)
+
+    return _Call(run, refill)
+
+
 def _activation(where: Device, dtype: torch.dtype) -> _Call:
     p = torch.randn(300 if where.dry else 100_003, device=where.torch_device).to(dtype)
 
@@ -145,6 +176,8 @@ def _calls(where: Device) -> dict[str, _Call]:
         "mlp, T = 40": functools.partial(_mlp, where, 40, torch.float16),
         "sparse_linear, T = 1": functools.partial(_sparse_linear, where, 1, torch.bfloat16),
         "sparse_linear, T = 40": functools.partial(_sparse_linear, where, 40, torch.bfloat16),
+        "training": functools.partial(_training, where, "dense", torch.bfloat16),
+        "training of living neurons": functools.partial(_training, where, "compact", torch.bfloat16),
         "activation": functools.partial(_activation, where, torch.bfloat16),
     }
     return {name: make() for name, make in made.items()}

@@ -13,13 +13,13 @@ import torch
 import sparsemlp
 from sparsemlp import activations
 from sparsemlp.testing import assert_within_budget
-from tests import mlp_cases, screen_cases, sparse_linear_cases
+from tests import mlp_cases, screen_cases, sparse_linear_cases, training_cases
 from tests.backends import decided_from
-from tests.blocks import small_blocks
+from tests.blocks import TRAINING_PATHS, small_blocks, training_path
 from tests.cases import CASES, DTYPES, PARAMS, Case, Truth, build
 from tests.devices import device_of
 
-__all__ = ["activation", "gated_mlp", "mlp", "sparse_linear"]
+__all__ = ["activation", "gated_mlp", "gated_mlp_training", "mlp", "mlp_training", "sparse_linear"]
 
 _DRY_ELEMENTS = 3 * 65 * 100
 _SIZES = ((), (0,), (1,), (5, 7), (1025,), (3, 1000), (4097,))
@@ -102,6 +102,43 @@ def mlp(dry: bool) -> list[list[_Named]]:
 def sparse_linear(dry: bool) -> list[list[_Named]]:
     """The cases of `tests.sparse_linear_cases`."""
     return _groups(sparse_linear_cases.CASES, _sparse_linear, lambda case: case.tokens * case.k * case.n, dry)
+
+
+def _training(kind: training_cases.Kind, case: Any, dtype: torch.dtype, path: str, small: bool) -> None:
+    with training_path(path, small=small):
+        training_cases.check(kind, kind.cases.build(case, dtype), "triton")
+
+
+def _training_groups(kind: training_cases.Kind, dry: bool) -> list[list[_Named]]:
+    """Forward and backward, every way through the kernels: a group each."""
+    sizes = {"tokens": 5, "d": 10, "f": 18} if dry else {"tokens": 70, "d": 264, "f": 600}
+    cases = [
+        kind.case(f"{name}-{mean or density}", activation=name, density=density, mean=mean, **sizes)
+        for name in activations.ACTIVATIONS
+        for density, mean in ((1, ""), ("neurons", ""), ("some_inf", "mean+out"))
+    ]
+    return [
+        [
+            _Named(
+                f"{kind} training by {path} {case.name} {str(dtype).removeprefix('torch.')}",
+                _training,
+                (kind, case, dtype, path, dry or i % 2 == 0),
+            )
+            for i, case in enumerate(cases)
+            for dtype in (DTYPES[i % len(DTYPES)],)
+        ]
+        for path in TRAINING_PATHS
+    ]
+
+
+def mlp_training(dry: bool) -> list[list[_Named]]:
+    """Calls of the ungated MLP with gradients."""
+    return _training_groups(training_cases.UNGATED, dry)
+
+
+def gated_mlp_training(dry: bool) -> list[list[_Named]]:
+    """Calls of the gated MLP with gradients."""
+    return _training_groups(training_cases.GATED, dry)
 
 
 def _activation(name: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:

@@ -97,6 +97,16 @@ OPERATORS: tuple[Operator, ...] = (
         ),
     ),
     Operator(
+        "mlp_fwd",
+        conformance="benchmarks.gpu_conformance:mlp_training",
+        benchmarks=(Benchmark("training", "benchmarks.gpu_training", (), seconds=40),),
+    ),
+    Operator(
+        "gated_mlp_fwd",
+        conformance="benchmarks.gpu_conformance:gated_mlp_training",
+        benchmarks=(),
+    ),
+    Operator(
         "activation",
         conformance="benchmarks.gpu_conformance:activation",
         benchmarks=(Benchmark("activation", "benchmarks.gpu_activation", (), seconds=30),),

@@ -45,13 +45,21 @@ INTENDED = {
     "gated_mlp_fwd_compact": 8,
     "gated_mlp_fwd_up_tiles": 2,
     "gated_mlp_fwd_down_tiles": 1,
+    "training_bwd_entries": 4,
+    "training_repair": 2,
+    "training_living": 8,
+    "training_product": 1,
+    "training_count": 8,
+    "training_fill": 4,
+    "training_values": 4,
+    "training_gather": 4,
     "activation_fwd": 6,
     "activation_bwd": 8,
 }
 """Programs that a multiprocessor must hold at once in the default configuration, at least; see `intended`."""
 
-_WEIGHTS = ("w_gate", "w_up", "w_down_t", "weight_t", "codes_gate", "codes_up")
-_STREAMS = ("p", "grad", "pre", "up", "partial", "x")
+_WEIGHTS = ("w_gate", "w_up", "w_down_t", "weight_t", "weight", "factor", "codes_gate", "codes_up")
+_STREAMS = ("p", "grad", "pre", "up", "partial", "x", "left", "right")
 """What is read most where a kernel reads no weights."""
 
 

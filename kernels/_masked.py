@@ -24,7 +24,7 @@ _MAX_FLOAT = tl.constexpr(3.402823466e38)
 
 @triton.jit
 def _masked_fwd_kernel(
-    pre, up, scores, threshold, token_scale, skipped_mean, params, hidden, F,
+    pre, up, scores, threshold, token_scale, skipped_mean, params, places, hidden, F,
     BLOCK_F: tl.constexpr, ACT: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr,
     INDICATOR: tl.constexpr,
 ):  # fmt: skip
@@ -40,12 +40,15 @@ def _masked_fwd_kernel(
         h *= tl.load(up + t * F + j, mask=mask, other=0.0).to(tl.float32)
     if skipped_mean is not None:
         h -= tl.load(skipped_mean + j, mask=mask, other=0.0)
-    tl.store(hidden + t * F + j, tl.where(active, h, 0.0).to(hidden.dtype.element_ty), mask=mask)
+    at = j
+    if places is not None:
+        at = tl.load(places + j, mask=j < F, other=0)
+    tl.store(hidden + t * F + at, tl.where(active, h, 0.0).to(hidden.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _masked_fwd_repair_kernel(
-    pre, up, scores, hidden, weight_t, threshold, token_scale, skipped_mean, params, bias, skipped_out, out,
+    pre, up, scores, hidden, weight_t, threshold, token_scale, skipped_mean, params, places, bias, skipped_out, out,
     D, F, stride_w,
     BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, ACT: tl.constexpr, N_PARAMS: tl.constexpr, PER_NEURON: tl.constexpr,
     INDICATOR: tl.constexpr,
@@ -65,7 +68,10 @@ def _masked_fwd_repair_kernel(
                 pre, up, scores, threshold, token_scale, skipped_mean, params, t, j, mask, F,
                 ACT, N_PARAMS, PER_NEURON, INDICATOR,
             )  # fmt: skip
-            h = tl.load(hidden + t * F + j, mask=active, other=0.0).to(tl.float32)
+            at = j
+            if places is not None:
+                at = tl.load(places + j, mask=j < F, other=0)
+            h = tl.load(hidden + t * F + at, mask=active, other=0.0).to(tl.float32)
             column = tl.trans(active)
             rows = tl.load(
                 weight_t + tl.trans(j) * stride_w + d[None, :], mask=column & inside[None, :], other=0.0
@@ -83,18 +89,19 @@ DEFAULT: _configs.Config = {"block_f": 2048, "warps": 4, "repair_block_f": 16, "
 
 
 def hidden(
-    pre: Tensor, up: Tensor | None, rule: Rule, config: _configs.Config, scores: Tensor | None = None
-) -> tuple[Tensor, Launch]:
+    pre: Tensor, up: Tensor | None, rule: Rule, config: _configs.Config, scores: Tensor | None = None,
+    places: Tensor | None = None,
+) -> tuple[Tensor, Launch]:  # fmt: skip
     """C(φ(pre)) ⊙ up, rounded once: the tensor (T, F) and the launch that computes it; up None: without it.
 
-    scores: (T, F) float32, by what the indicator "screen" decides.
+    scores: (T, F) float32, by what the indicator "screen" decides. places: the neurons' columns in the result.
     """
     out, f = torch.empty_like(pre), pre.shape[1]
     block_f = min(config["block_f"], triton.next_power_of_2(max(f, 1)))
     return out, Launch(
         _masked_fwd_kernel,
         (pre.shape[0], -(-f // block_f)),
-        (pre, up, scores, *rule.tensors, out, f),
+        (pre, up, scores, *rule.tensors, places, out, f),
         {"BLOCK_F": block_f, **rule.constants},
         config["warps"],
     )
@@ -102,15 +109,17 @@ def hidden(
 
 def repair(
     pre: Tensor, up: Tensor | None, h: Tensor, weight_t: Tensor, bias: Tensor | None, skipped_out: Tensor | None,
-    out: Tensor, rule: Rule, config: _configs.Config, scores: Tensor | None = None,
+    out: Tensor, rule: Rule, config: _configs.Config, scores: Tensor | None = None, places: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """Computes again, in place, what is not finite in `out`; `up` and `scores`: read by who looks at them."""
+    """Computes again, in place, what is not finite in `out`; `up`, `scores`, `places`: as for `hidden`."""
     d, f = weight_t.shape[1], weight_t.shape[0]
     block_d = min(config["repair_block_d"], triton.next_power_of_2(d))
     return Launch(
         _masked_fwd_repair_kernel,
         (out.shape[0], -(-d // block_d)),
-        (pre, up, scores, h, weight_t, *rule.tensors, bias, skipped_out, out, d, f, weight_t.stride(0)),
+        (
+            pre, up, scores, h, weight_t, *rule.tensors, places, bias, skipped_out, out, d, f, weight_t.stride(0),
+        ),
         {"BLOCK_F": config["repair_block_f"], "BLOCK_D": block_d, **rule.constants},
         config["warps"],
     )  # fmt: skip

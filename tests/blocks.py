@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from typing import Any
 
 from tests.cases import Sample
 
 TILES = {"skip_below": 2.0, "tile_t": 16, "tile_f": 16, "tile_d": 16, "tile_k": 16}
 """For many tokens: every call through products of active tiles, with several tiles of everything."""
+
+
+TRAINING_BLOCKS: dict[str, Any] = {
+    "block_f": 16, "repair_block_f": 16, "repair_block_d": 16, "entry_block_f": 64, "entry_rows": 8,
+    "tile_m": 16, "tile_n": 16, "tile_k": 16, "list_block_f": 32, "value_block_e": 64, "value_block_d": 16,
+    "gather_block_e": 8, "gather_block_d": 16,
+}  # fmt: skip
+"""For training: several of everything out of small sizes."""
+TRAINING_PATHS: dict[str, dict[str, Any]] = {
+    "dense": {"compact": False, "gather_below": 0.0},
+    "compact": {"compact": True, "gather_below": 0.0},
+    "lists": {"gather_below": math.inf},
+}
+"""Configurations that send every training call one way."""
+
+
+def training_path(path: str, *, small: bool = True) -> contextlib.AbstractContextManager[None]:
+    """In the block every call of the Triton training kernels goes this way; `small`: in small blocks."""
+    from sparsemlp.kernels import _configs
+
+    return _configs.use("training", {**(TRAINING_BLOCKS if small else {}), **TRAINING_PATHS[path]})
 
 
 def small_blocks(sample: Sample, backend: str) -> contextlib.AbstractContextManager[None]:

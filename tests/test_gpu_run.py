@@ -23,7 +23,7 @@ from benchmarks.gpu_rows import Row
 from sparsemlp.info import operators
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKWARD = ("activation_bwd", "activation_counts")
+BACKWARD = ("activation_bwd", "activation_counts", "gated_mlp_bwd", "mlp_bwd")
 """Operators that are covered with the one they belong to."""
 
 
@@ -80,7 +80,7 @@ def test_every_file_says_that_it_is_no_measurement(dry: Any) -> None:
     out, done, _ = dry
     assert gpu_device.DRY in done.stdout.splitlines()[-1]
     names = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file()]
-    timed = ("activation", "decode", "prefill", "mlp_decode", "sparse_linear_decode")
+    timed = ("activation", "decode", "prefill", "mlp_decode", "sparse_linear_decode", "training")
     tables = ["decode_default.csv", *(f"{name}_tuned.csv" for name in timed)]
     configs = [f"configs/{op}/cpu.json" for op in sorted(tune_trials.TRIALS)]
     facts = ["checks.json", "conformance.json", "machine.json"]
