@@ -128,9 +128,9 @@ def _training(where: Device, path: str, dtype: torch.dtype) -> _Call:
     threshold[::2] = torch.inf  # dead neurons
 
     def run() -> Tensor:
-        no, names = [None] * 6, "x,w_gate,w_up,w_down_t,b_gate,b_up"
+        no, names = [None] * 7, "x,w_gate,w_up,w_down_t,b_gate,b_up"
         with training_path(path, small=where.dry):
-            out, *saved = FORWARD(x, *weights, threshold, None, *no, None, "relu", "gate", backend="triton")
+            out, *saved = FORWARD(x, *weights, threshold, *no, "relu", "gate", backend="triton")
             found = BACKWARD(
                 grad, x, *weights, *saved, threshold, *no[:3], "relu", "gate", names, backend="triton"
             )

@@ -31,7 +31,7 @@ from sparsemlp.ops.gated_mlp import OP as GATED_MLP
 from sparsemlp.ops.mlp import OP as MLP
 from sparsemlp.ops.sparse_linear import OP as SPARSE_LINEAR
 from tests import cases as gated_mlp_cases
-from tests import mlp_cases, screen_mutants, sparse_linear_cases
+from tests import mlp_cases, screen_mutants, sparse_linear_cases, training_mutants
 from tests import test_conformance_activation as of_activations
 from tests import test_conformance_gated_mlp as of_gated_mlp
 from tests import test_conformance_gated_mlp_inputs as of_inputs
@@ -54,7 +54,6 @@ class Mutant:
     new: str
     check: Check
     ops: tuple[Op, ...] = (GATED_MLP,)
-    functions: tuple[str, ...] = ("forward",)
 
     @property
     def name(self) -> str:
@@ -103,10 +102,7 @@ def of_activation(test: str) -> Callable[[str], Check]:
 
 shapes, ranges = of_activation("test_shapes"), of_activation("test_the_whole_range")
 nans, selects = of_activation("test_nan_and_infinity"), of_activation("test_a_mask_selects")
-ACTIVATION = (
-    (FORWARD, COUNTED, BACKWARD),
-    ("forward", "counted", "backward"),
-)
+ACTIVATION = (FORWARD, COUNTED, BACKWARD)
 SELECTS = selects("relu")
 SOME_TILES = tiles("density-0.1-T36", "bias-gud-silu-T40", "x-strided-T34")
 HALF = torch.float16
@@ -335,7 +331,8 @@ MUTANTS = [
     *(Mutant(*row, (SPARSE_LINEAR,)) for row in _LINEAR),
     *(Mutant(*row, (MLP,)) for row in _MLP),
     *(Mutant("gated_mlp_tiles.py", *row) for row in _TILES),
-    *(Mutant(*row, *ACTIVATION) for row in _ACTIVATION),
+    *(Mutant(*row, ACTIVATION) for row in _ACTIVATION),
+    *(Mutant(*row, training_mutants.OPS) for row in training_mutants.rows()),
 ]
 """All of them, in the order in which they are tried."""
 
@@ -359,12 +356,12 @@ def noticed(mutant: Mutant) -> str | None:
         backends = [next(b for b in op.backends if b.name == "triton") for op in mutant.ops]
         real = [list(backend._loaded) for backend in backends]
         try:
-            module = importlib.import_module(f"{name}.{mutant.ops[0].name}")
+            for backend in backends:
+                module, function = backend.run.replace("sparsemlp.kernels", name).split(":")
+                backend._loaded[:] = [getattr(importlib.import_module(module), function)]
             sys.modules[
                 f"{name}._configs"
             ].find = _configs.find  # one place for the blocks that tests ask for
-            for backend, function in zip(backends, mutant.functions, strict=True):
-                backend._loaded[:] = [getattr(module, function)]
             mutant.check()
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
