@@ -43,6 +43,8 @@ _MOST_OTHER = 65535
 _LEAST_DOT = 16
 """Sides of `tl.dot`: `block_d`, `down_block_d` and tiles."""
 _REMEMBERED = 4096
+_BY_HAND = ("training",)
+"""What `benchmarks/tune.py` does not tune: nobody is told to, and a file that is not there is no surprise."""
 
 _folder = FOLDER
 _forced: dict[str, Config] = {}
@@ -82,16 +84,20 @@ def _is_key(key: Any) -> bool:
     )
 
 
+def _remedy(op: str) -> str:
+    return "correct the file" if op in _BY_HAND else f"run `python -m benchmarks.tune --op {op}` for this GPU"
+
+
 @functools.cache
 def _entries(op: str, gpu: str) -> tuple[tuple[Key, Config], ...]:
     """The file's entries; none, after one warning, where there is no usable file."""
     file = path(op, gpu)
-    advice = f"{op}: the conservative default is used; run `python -m benchmarks.tune --op {op}` for this GPU"
+    advice = f"{op}: the conservative default is used; {_remedy(op)}"
     try:
         listed = json.loads(file.read_text(encoding="utf-8"))["entries"]
         pairs = [(entry["key"], entry["config"]) for entry in listed]
     except FileNotFoundError:
-        if gpu not in ("cpu", "meta"):
+        if gpu not in ("cpu", "meta") and op not in _BY_HAND:
             warnings.warn(f"no measured configuration for {gpu}; {advice}", stacklevel=2)
         return ()
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -147,7 +153,7 @@ def _nearest(op: str, gpu: str, key: Key, default: Config) -> Config:
     if bad:
         warnings.warn(
             f"{path(op, gpu)}: {', '.join(f'{name} = {reprlib.repr(known[name])}' for name in bad)} cannot be "
-            f"launched; the default is used instead; run `python -m benchmarks.tune --op {op}` for this GPU",
+            f"launched; the default is used instead; {_remedy(op)}",
             stacklevel=2,
         )
     return {**default, **{name: value for name, value in known.items() if name not in bad}}
