@@ -51,7 +51,9 @@ CALLS = (
 @TRITON
 @EVERY_PATH
 @pytest.mark.parametrize(
-    ("kind", "case", "change", "dtype"), CALLS, ids=lambda v: str(v).removeprefix("torch.")
+    ("kind", "case", "change", "dtype"),
+    CALLS,
+    ids=lambda v: getattr(v, "__name__", str(v).removeprefix("torch.")),
 )
 def test_gradients(kind: Kind, case: Any, change: Any, dtype: torch.dtype, path: str, backend: str) -> None:
     sample = kind.cases.build(case, dtype)
