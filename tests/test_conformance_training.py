@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from sparsemlp import _env, _native, _triton, activations
 from sparsemlp.testing import assert_within_budget
 from tests.samples import DTYPES
-from tests.training_calls import CALLS, EVERY_WAY, WAYS, Change, dead, going, plateau, sparse
+from tests.training_calls import (
+    CALLS,
+    EVERY_WAY,
+    EVERY_WAY_AND_DTYPE,
+    WAYS,
+    Change,
+    dead,
+    going,
+    plateau,
+    sparse,
+)
 from tests.training_cases import (
     KINDS,
     UNGATED,
@@ -45,12 +55,12 @@ def _one_thread(threads: None) -> None:
 
 def _every_call() -> Iterator[Any]:
     """Calls × dtypes × ways. By the compiled kernels' lists every dtype, else each call in one of three in turn; of
-    Triton's interpreter, which is slow, a third of that. The rest in `make test-full`."""
+    Triton's interpreter, which is slow, a fifth of that. The rest in `make test-full`."""
     for param in WAYS:
         way = param.values[0]
         for (i, (kind, case, change)), (j, dtype) in itertools.product(enumerate(CALLS), enumerate(DTYPES)):
             later = way != "native lists" and (i + j) % len(DTYPES) != 0
-            later |= way == "triton" and _triton.interpreting() and i // 3 % 3 != 0
+            later |= way == "triton" and _triton.interpreting() and i // 3 % 5 != 0
             marks = [*param.marks, *([pytest.mark.slow] if later else [])]
             name = f"{kind}-{case}-{str(dtype).removeprefix('torch.')}-{param.id}"
             yield pytest.param(kind, case, change, dtype, way, marks=marks, id=name)
@@ -142,9 +152,8 @@ def test_what_is_not_wanted_is_not_computed(kind: Kind, way: str) -> None:
             assert all(g.shape == (0,) and g.dtype == found[n].dtype for n, g in everything.items())
 
 
-@EVERY_WAY
+@EVERY_WAY_AND_DTYPE
 @EVERY_KIND
-@EVERY_DTYPE
 def test_two_backward_passes_have_the_same_bits(kind: Kind, dtype: torch.dtype, way: str) -> None:
     backend, context = going(way)
     sample = sparse(kind.cases.build(kind.case("twice", activation="relu", tokens=67, f=200), dtype))
@@ -176,9 +185,8 @@ def test_layouts_of_the_output_gradient(kind: Kind, layout: str, way: str) -> No
 PLANTED = ("grad", "x", "first", "last")
 
 
-@EVERY_WAY
+@EVERY_WAY_AND_DTYPE
 @EVERY_KIND
-@EVERY_DTYPE
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_inf_and_nan_reach_what_they_belong_to(
     kind: Kind, value: float, dtype: torch.dtype, way: str

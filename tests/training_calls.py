@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sparsemlp import activations
+from sparsemlp import _triton, activations
 from sparsemlp.ops import _training_native as native
 from sparsemlp.ops.mlp_training import FORWARD
 from tests.backends import backends
+from tests.samples import DTYPES
 from tests.training_cases import GATED, KINDS, Kind
 
 LISTS = {"lists": torch.inf, "dense": 0.0}
 """Break-even densities that send every call of the compiled kernels one way."""
-BUILT_FOR_TRITON = importlib.util.find_spec("sparsemlp.kernels.training") is not None
 
 
 def _ways() -> Iterator[Any]:
@@ -28,8 +27,6 @@ def _ways() -> Iterator[Any]:
         name = param.values[0]
         if name == "auto":
             continue  # on a CPU the compiled one; which calls get here: test_training_torch.py
-        if name == "triton" and not BUILT_FOR_TRITON:
-            continue
         yield pytest.param(name, id=name, marks=param.marks)
         if name == "native":
             yield from (pytest.param(f"native {how}", id=f"native-{how}", marks=param.marks) for how in LISTS)
@@ -39,6 +36,15 @@ WAYS = list(_ways())
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
+EVERY_WAY_AND_DTYPE = pytest.mark.parametrize(("way", "dtype"), [
+    pytest.param(
+        p.values[0], dtype, id=f"{p.id}-{str(dtype).removeprefix('torch.')}",
+        marks=[*p.marks, *([pytest.mark.slow] if p.values[0] == "triton" and _triton.interpreting() and i > 0 else [])],
+    )
+    for p in WAYS
+    for i, dtype in enumerate(DTYPES)
+])  # fmt: skip
+"""In Triton's interpreter, which is slow, float32; the rest in `make test-full`."""
 EVERY_BACKEND = pytest.mark.parametrize(
     "backend", [p for p in WAYS if " " not in p.values[0]], ids=lambda b: b
 )
