@@ -12,13 +12,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from sparsemlp.kernels import _configs, _training_lists, training
 from tests import test_conformance_training as conformance
 from tests.backends import backends
-from tests.blocks import TRAINING_BLOCKS, TRAINING_PATHS, training_path
+from tests.blocks import TRAINING_BLOCKS, training_path
 from tests.devices import device_of
 from tests.training_calls import dead, padded, plateau, sparse
 from tests.training_cases import GATED, KINDS, UNGATED, Kind, check, grad_of, gradients, stored
 
 TRITON = pytest.mark.parametrize("backend", backends(UNGATED.forward, only="triton"))
-EVERY_PATH = pytest.mark.parametrize("path", TRAINING_PATHS)
+EVERY_PATH = pytest.mark.parametrize(
+    "path", [pytest.param("dense", marks=pytest.mark.slow), "compact", "lists"]
+)  # dense is the default of the conformance tests
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
