@@ -48,7 +48,11 @@ const uint64_t* bits_of(const Tensor& bits, const Stored& s) {
     STD_TORCH_CHECK(bits.is_cpu() && bits.scalar_type() == ScalarType::Long && bits.is_contiguous() &&
                         bits.numel() == 2 * s.tokens * words_of(s.neurons),
                     "bits must be those of pre");
-    return static_cast<const uint64_t*>(bits.const_data_ptr());
+    const auto* words = static_cast<const uint64_t*>(bits.const_data_ptr());
+    const int64_t a_row = words_of(s.neurons);
+    for (int64_t row = 0; s.neurons % 64 != 0 && row < 2 * s.tokens; ++row)
+        STD_TORCH_CHECK(words[(row + 1) * a_row - 1] >> (s.neurons % 64) == 0, "bits name neurons that pre lacks");
+    return words;
 }
 
 namespace {

@@ -91,15 +91,11 @@ template <class S> void run_multiply(const float* a, const float* b, int64_t n, 
         narrow(a[i] * b[i], static_cast<S*>(out) + i);
 }
 
-template <class S> float run_total(const void* values, int64_t n) {
-    constexpr int64_t kChain = 128;
-    float total = 0.f;
-    for (int64_t i = 0; i < n;) {
-        float chain = 0.f;
-        for (const int64_t stop = i + kChain < n ? i + kChain : n; i < stop; ++i)
-            chain += widen(static_cast<const S*>(values)[i]);
-        total += chain;
-    }
+// In float64: additions of equal numbers, as `.sum().backward()` makes them, all round the same way in float32.
+template <class S> double run_total(const void* values, int64_t n) {
+    double total = 0.;
+    for (int64_t i = 0; i < n; ++i)
+        total += widen(static_cast<const S*>(values)[i]);
     return total;
 }
 

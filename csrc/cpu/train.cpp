@@ -136,12 +136,13 @@ Tensor totals(const TrainKernels& kernel, const EntryLists& lists, const Tensor&
     char* to = static_cast<char*>(out.mutable_data_ptr());
     torch::stable::parallel_for(0, lists.rows, 64, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            float sum = 0.f;
+            double sum = 0.;
             for (int64_t b = 0; b < lists.blocks; ++b) {
                 const int64_t e = lists.start[b * lists.rows + r], n = lists.start[b * lists.rows + r + 1] - e;
                 sum += kernel.total(from + e * size, n);
             }
-            rounding.multiply(&sum, &sign, 1, to + r * bytes);
+            const float rounded = static_cast<float>(sum);
+            rounding.multiply(&rounded, &sign, 1, to + r * bytes);
         }
     });
     return out;

@@ -71,7 +71,7 @@ struct TrainKernels {
                    float* by_up);
     // out[i] = a[i] · b[i], rounded.
     void (*multiply)(const float* a, const float* b, int64_t n, void* out);
-    float (*total)(const void* values, int64_t n);
+    double (*total)(const void* values, int64_t n);
     // How many tiles so many columns are.
     int64_t (*tiles)(int64_t width);
     // A tile of rows [begin, end), with scratch for a slab and kGatherMost floats a row.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparsemlp import _native, activations
-from sparsemlp._layout import float32_run, with_rows
+from sparsemlp._layout import float32_run, in_memory, with_rows
 from sparsemlp.ops._products import hidden
 from sparsemlp.reference.gated_mlp import gemm_bias, kept_entries
 from sparsemlp.reference.training import GATED_WANTED, WANTED, names_of
@@ -210,7 +210,7 @@ def _output(stored: Stored, w_t: Tensor, b: Tensor | None, skipped_out: Tensor |
         out = F.linear(h, w.t(), gemm_bias(b, skipped_out, w.dtype))
         if _finite(out):
             return out
-    # By lists also where dense products met an inf or NaN, perhaps times the 0 of a skipped neuron.
+        pattern = _pattern(stored, whole=True)  # an inf or NaN, perhaps times the 0 of a skipped neuron
     return _by_lists(pattern.bits, *stored, w_t, float32_run(b), float32_run(skipped_out), _native.isa())
 
 
@@ -244,7 +244,7 @@ def mlp_bwd(
     """The operator's arguments in order."""
     stored = _stored(pre, None, threshold, token_scale, skipped_mean, activation_params, activation, "gate")
     names = {_AS_GATED.get(name, name) for name in names_of(wanted)}
-    found = _backward(stored, Operands(with_rows(grad), with_rows(x), w_in, None, w_out_t), names)
+    found = _backward(stored, Operands(with_rows(in_memory(grad)), with_rows(x), w_in, None, w_out_t), names)
     return _results(x, skipped_mean, found, tuple(_AS_GATED.get(name, name) for name in WANTED))
 
 
@@ -269,7 +269,7 @@ def gated_mlp_bwd(
 ) -> tuple[Tensor, ...]:
     """The operator's arguments in order."""
     stored = _stored(pre, up, threshold, token_scale, skipped_mean, activation_params, activation, indicator)
-    operands = Operands(with_rows(grad), with_rows(x), w_gate, w_up, w_down_t)
+    operands = Operands(with_rows(in_memory(grad)), with_rows(x), w_gate, w_up, w_down_t)
     found = _backward(stored, operands, set(names_of(wanted)))
     return _results(x, skipped_mean, found, GATED_WANTED)
 
