@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from sparsemlp._op import Op
@@ -204,6 +205,18 @@ def test_the_same_bits_however_it_is_run(kind: Kind, backend: str) -> None:
     for _ in range(3):
         run(*leaves).backward(grad)
     assert all(torch.equal(t.grad, e + e + e) for t, e in zip(leaves, expected, strict=True))
+
+
+@EVERY_KIND
+def test_fake_tensors(kind: Kind) -> None:
+    """A small call asks for the threshold's value, which a fake tensor does not have."""
+    sample = sample_of(kind)
+    for threshold in (0.0, 0.5):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            x = mode.from_tensor(sample.x).requires_grad_()
+            out = changed(sample, x=x).run(kind.function, threshold=threshold)
+            (grad,) = torch.autograd.grad(out.sum(), [x])
+        assert grad.shape == sample.x.shape
 
 
 @EVERY_BACKEND
