@@ -102,7 +102,7 @@ class HiddenL1:
             if not _never_negative(module):
                 return type(module)._forward_fused(module, x, token_scale)
             out, mean = _with_mean(module, x, token_scale)
-            self._means.append(mean)
+            self._keep(mean)
             self._done.add(id(module))
             return out
 
@@ -117,7 +117,12 @@ class HiddenL1:
         up = s.pre.new_ones(()) if s.up is None else s.up
         rule = s.threshold, s.token_scale, s.skipped_mean, s.activation_params, s.activation, s.indicator
         h, _ = reference.hidden(s.pre, up, *rule)
-        self._means.append(_wide(h).abs().mean())
+        self._keep(_wide(h).abs().mean())
+
+    def _keep(self, mean: Tensor) -> None:
+        """Except of calls that a checkpoint makes again in the backward pass."""
+        if torch._C._current_graph_task_id() == -1:
+            self._means.append(mean)
 
 
 def _never_negative(module: SparseMLP) -> bool:
