@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsemlp import activations
 from sparsemlp.integrations.transformers import sparsify
@@ -245,3 +247,55 @@ def test_an_mlp_inside_a_larger_layer(f: int):
     found = [layer.activation_density for layer in recorder.result().layers]
     assert found == pytest.approx([(p > 0).float().mean().item() for p in pre])
     assert_within_budget(model(x).detach(), out.detach(), out.detach().double())
+
+
+def _two() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(SparseMLP.from_dense(Plain(act=nn.ReLU())) for _ in range(2)))
+
+
+def _terms(model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+    """The term of two steps of a loop, and the gradients after them."""
+    x = torch.randn(6, D, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    found = []
+    with l1_penalty(model) as penalty:
+        for _ in range(2):
+            loss = run(model, x).square().mean()
+            term = penalty()
+            (loss + term).backward()
+            found.append(term.detach())
+    return [*found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_a_checkpoint_counts_a_call_once() -> None:
+    plain = _terms(_two(), lambda model, x: model(x))
+    again = _terms(_two(), lambda model, x: checkpoint(model, x, use_reentrant=False))
+    assert len(plain) == len(again) == 2 + 8
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_term_without_gradients_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"ran without gradients, .* use checkpoint\(..., use_reentrant=False\)"
+    ):
+        _terms(_two(), lambda model, x: checkpoint(model, x, use_reentrant=True))
+    model = _two()
+    with torch.no_grad(), l1_penalty(model) as penalty:
+        model(torch.randn(6, D))
+        assert penalty() > 0
+
+
+def test_a_copy_made_inside_a_block_is_on_its_own() -> None:
+    model, x = _two(), torch.randn(6, D)
+    with l1_penalty(model) as penalty:
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert twin(x).count_nonzero() == 0
+        with pytest.raises(ValueError, match="no sparse MLP ran"):
+            penalty()
+        model(x)
+        assert penalty() > 0
+    assert twin(x).count_nonzero() == 0

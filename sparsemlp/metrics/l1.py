@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ def l1_penalty(model: nn.Module) -> HiddenL1:
         backward, gated ones twice that.
     Numerics: the sum of a token's h is rounded to x's dtype once more; the mean is taken in float32.
     Raises:
-        ValueError: the model has no sparse module, none ran, or one is decided by a screen or an input threshold.
+        ValueError: the model has no sparse module, none ran or all ran without gradients (a reentrant checkpoint), or
+            one is decided by a screen or an input threshold.
     Source: ProSparse (Song et al.) for L1 on hidden activations.
     """
     return HiddenL1(model)
@@ -72,9 +73,9 @@ class HiddenL1:
 
     def __enter__(self) -> HiddenL1:
         for module in self._modules.values():
-            self._hooks.append(module.register_forward_hook(self._hook, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._hook(), with_kwargs=True))
             if isinstance(module, SparseMLP):
-                module.__dict__["_forward_fused"] = self._fused(module)
+                module.__dict__["_forward_fused"] = MethodType(self._fused(), module)
         return self
 
     def __exit__(
@@ -93,13 +94,25 @@ class HiddenL1:
                 "block before it; a compiled model must run uncompiled there"
             )
         means, self._means = self._means, []
+        if torch.is_grad_enabled() and not any(m.requires_grad for m in means) and self._learns():
+            raise ValueError(
+                "the sparse MLPs ran without gradients, so the penalty has none, expected calls with grad mode on; use "
+                "checkpoint(..., use_reentrant=False), or call the penalty under torch.no_grad()"
+            )
         return torch.stack(means).mean()
 
-    def _fused(self, module: SparseMLP) -> Callable[..., Tensor]:
-        """The module's fused forward with one more output, where h is never negative; else as it is."""
+    def _learns(self) -> bool:
+        return any(p.requires_grad for module in self._modules.values() for p in module.parameters())
 
-        def forward(x: Tensor, token_scale: Tensor | None = None) -> Tensor:
-            if not _never_negative(module):
+    def _sees(self, module: nn.Module) -> bool:
+        """Whether it is one of the model's, inside the block; a copy that was made there takes what is set along."""
+        return bool(self._hooks) and any(module is m for m in self._modules.values())
+
+    def _fused(self) -> Callable[..., Tensor]:
+        """A module's fused forward with one more output, where h is never negative; else as it is."""
+
+        def forward(module: SparseMLP, x: Tensor, token_scale: Tensor | None = None) -> Tensor:
+            if not self._sees(module) or not _never_negative(module):
                 return type(module)._forward_fused(module, x, token_scale)
             out, mean = _with_mean(module, x, token_scale)
             self._keep(mean)
@@ -108,16 +121,20 @@ class HiddenL1:
 
         return forward
 
-    def _hook(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        """The second path, where the first did not bring the sum."""
-        if id(module) in self._done:
-            self._done.discard(id(module))
-            return
-        s = stored(module, args[0] if args else kwargs["x"], kwargs.get("token_scale"))
-        up = s.pre.new_ones(()) if s.up is None else s.up
-        rule = s.threshold, s.token_scale, s.skipped_mean, s.activation_params, s.activation, s.indicator
-        h, _ = reference.hidden(s.pre, up, *rule)
-        self._keep(_wide(h).abs().mean())
+    def _hook(self) -> Callable[..., None]:
+        """The second path, where the first did not bring the sum; a function, which a copied module shares."""
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            if id(module) in self._done or not self._sees(module):
+                self._done.discard(id(module))
+                return
+            s = stored(module, args[0] if args else kwargs["x"], kwargs.get("token_scale"))
+            up = s.pre.new_ones(()) if s.up is None else s.up
+            rule = s.threshold, s.token_scale, s.skipped_mean, s.activation_params, s.activation, s.indicator
+            h, _ = reference.hidden(s.pre, up, *rule)
+            self._keep(_wide(h).abs().mean())
+
+        return hook
 
     def _keep(self, mean: Tensor) -> None:
         """Except of calls that a checkpoint makes again in the backward pass."""
